@@ -1,0 +1,174 @@
+//! Where bytes come from: object stores and directories behind one trait.
+//!
+//! # Contract of [`Origin`]
+//! - Keys are relative to the origin's prefix. Listings are in bytewise order
+//!   of keys, in pages; the union of all pages has each key once.
+//! - With a delimiter, keys below the next `/` are folded into one prefix, which
+//!   ends with `/`. A prefix and an object may share a name (`blue`, `blue/x`).
+//! - [`Origin::get`] serves exactly the range asked for, of exactly the version
+//!   asked for, or fails: [`OriginError::Changed`] when the version is gone,
+//!   [`OriginError::Corrupt`] when status, length, range or ETag do not fit.
+//!   Bytes already yielded by the stream are good even if a later item fails.
+//! - Every call ends by its deadline.
+//! - Errors say whether trying again may help ([`OriginError::is_transient`]).
+//!   Implementations do not retry: [`Retry`] does, once for all.
+//!
+//! Every implementation and every stack of layers passes the suite in
+//! `conformance`.
+
+mod error;
+mod fault;
+mod limit;
+mod memory;
+mod posix;
+mod retry;
+mod s3;
+
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures::stream::BoxStream;
+
+pub use error::OriginError;
+pub use fault::{Fault, FaultKind, FaultPlan};
+pub use limit::Limit;
+pub use memory::MemoryOrigin;
+pub use posix::PosixOrigin;
+pub use retry::{Retry, RetryPolicy};
+pub use s3::{AddressingStyle, S3Config, S3Origin};
+
+use crate::object::{Key, ObjectMeta, Version};
+
+/// What to list.
+#[derive(Clone, Debug, Default)]
+pub struct ListRequest {
+    /// Only keys that start with this, relative to the origin's prefix.
+    pub prefix: Vec<u8>,
+    /// Fold what lies below the next `/`.
+    pub delimited: bool,
+    /// Only keys after this one (ignored when `token` is set).
+    pub start_after: Option<Key>,
+    /// Continuation token of the page before.
+    pub token: Option<String>,
+    /// At most so many entries; 0: the origin's own page size.
+    pub max_keys: u32,
+}
+
+/// One page of a listing.
+#[derive(Clone, Debug, Default)]
+pub struct ListPage {
+    /// Objects, in order of keys.
+    pub objects: Vec<ObjectMeta>,
+    /// Common prefixes, in order, each ending with `/`.
+    pub prefixes: Vec<Key>,
+    /// Token of the next page, if there is one.
+    pub next: Option<String>,
+}
+
+/// An object's bytes as they arrive.
+pub struct ObjectBody {
+    /// Version that the bytes belong to.
+    pub version: Version,
+    /// Size of the whole object in bytes.
+    pub size: u64,
+    /// The bytes of the range, in order.
+    pub stream: BoxStream<'static, Result<Bytes, OriginError>>,
+}
+
+/// What to store.
+#[derive(Clone, Debug)]
+pub enum PutBody {
+    /// These bytes.
+    Bytes(Bytes),
+    /// The first `len` bytes of a file.
+    File {
+        /// Path of the file.
+        path: PathBuf,
+        /// Bytes to take.
+        len: u64,
+    },
+}
+
+impl PutBody {
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        match self {
+            Self::Bytes(b) => b.len() as u64,
+            Self::File { len, .. } => *len,
+        }
+    }
+
+    /// Whether there is nothing to store.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A source of objects. See the module for the contract.
+#[async_trait]
+pub trait Origin: Send + Sync {
+    /// How users name it, e.g. `s3://bucket/prefix/`; part of each object's
+    /// identity, so it must be the same at the next start.
+    fn name(&self) -> &str;
+
+    /// Lists one page.
+    async fn list(&self, request: &ListRequest) -> Result<ListPage, OriginError>;
+
+    /// Attributes of one object.
+    async fn head(&self, key: &Key) -> Result<ObjectMeta, OriginError>;
+
+    /// Streams `range` (bytes, not empty, within the object) of `meta`'s version.
+    async fn get(&self, meta: &ObjectMeta, range: Range<u64>) -> Result<ObjectBody, OriginError>;
+
+    /// Stores an object whole; it appears at once or not at all.
+    async fn put(&self, key: &Key, body: PutBody) -> Result<ObjectMeta, OriginError>;
+
+    /// Removes an object; one that isn't there is no error.
+    async fn delete(&self, key: &Key) -> Result<(), OriginError>;
+
+    /// Copies an object within the origin.
+    async fn copy(&self, from: &ObjectMeta, to: &Key) -> Result<ObjectMeta, OriginError>;
+
+    /// Reads credentials and the like from their source again.
+    async fn reload(&self) -> Result<(), OriginError> {
+        Ok(())
+    }
+
+    /// The file behind an object, where the origin is a local directory.
+    fn local_path(&self, _key: &Key) -> Option<PathBuf> {
+        None
+    }
+}
+
+/// Collects a body whole; for small objects and tests.
+///
+/// # Errors
+/// What the stream fails with.
+pub async fn collect(body: ObjectBody) -> Result<Bytes, OriginError> {
+    use futures::TryStreamExt;
+    let parts: Vec<Bytes> = body.stream.try_collect().await?;
+    Ok(match <[Bytes; 1]>::try_from(parts) {
+        Ok([one]) => one,
+        Err(parts) => parts.concat().into(),
+    })
+}
+
+/// The layers that a mount puts around an origin, outermost first: retry, then
+/// the limit of requests in flight, so that a backoff holds no slot.
+#[must_use]
+pub fn layered(
+    origin: Arc<dyn Origin>,
+    policy: RetryPolicy,
+    max_requests: usize,
+    max_rate_bytes: Option<u64>,
+) -> Arc<dyn Origin> {
+    Arc::new(Retry::new(Arc::new(Limit::new(origin, max_requests, max_rate_bytes)), policy))
+}

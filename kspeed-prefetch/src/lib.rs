@@ -1,0 +1,14 @@
+//! The decisions of KSpeed: what to fetch next, and what to push into the page
+//! cache. Pure: no I/O, no clock, no threads, so that everything decided can be
+//! replayed and tested against a model.
+//!
+//! Events come in ([`Event`]), actions go out ([`Action`]); [`Readahead`] is the
+//! state machine between them, one for each mount.
+
+mod event;
+mod predictor;
+mod readahead;
+
+pub use event::{Action, Conditions, Event, FileId};
+pub use predictor::{Mode, Streams, Window};
+pub use readahead::Readahead;

@@ -1,0 +1,5 @@
+//! Predictors, a file each.
+
+mod streams;
+
+pub use streams::{Mode, Streams, Window};
