@@ -55,6 +55,9 @@ pub enum FsError {
     /// Somebody waits no longer (a signal).
     #[error("interrupted")]
     Interrupted,
+    /// The name has another inode now; looking it up again finds it.
+    #[error("the file is read by others from the cache; look it up again")]
+    Forked,
     /// The version is gone.
     #[error(transparent)]
     Cache(#[from] CacheError),
@@ -119,6 +122,7 @@ impl FsError {
             Self::Denied => libc::EACCES,
             Self::TimedOut => libc::ETIMEDOUT,
             Self::Interrupted => libc::EINTR,
+            Self::Forked => libc::ESTALE,
             Self::Cache(CacheError::Origin(e)) | Self::Origin(e) => of_origin(e),
             Self::Cache(CacheError::ShuttingDown) => libc::EIO,
             Self::Cache(CacheError::Disk(e)) | Self::Disk(e) => of_io(e),

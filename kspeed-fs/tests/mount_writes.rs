@@ -234,3 +234,58 @@ fn a_directory_origin_is_written_natively() {
     fs::remove_dir(m.path("d")).expect("rmdir");
     assert_eq!(fs::read_dir(&dir).expect("read_dir").count(), 1);
 }
+
+/// A reader has the file open by passthrough, from the cache file, while somebody
+/// writes: the reader keeps its version, the writer writes, a new open sees it.
+#[test]
+fn a_writer_beside_a_passthrough_reader_harms_neither() {
+    for kind in KINDS {
+        let w = World::new();
+        let old = pattern(5_000_000, 1);
+        w.put("f", &old);
+        let m = w.mount(kind);
+        let out = w.kspeed().arg("warm").arg(m.path("f")).output().expect("warm");
+        assert!(out.status.success());
+        let reader = File::open(m.path("f")).expect("open");
+        let mut head = vec![0; 1000];
+        reader.read_exact_at(&mut head, 0).expect("read");
+        let mut writer =
+            OpenOptions::new().append(true).open(m.path("f")).expect("open for writing");
+        writer.write_all(b"more").expect("write");
+        drop(writer);
+        let new = [&old[..], b"more"].concat();
+        assert!(w.object("f").expect("object") == new, "{kind:?}");
+        assert!(m.read("f").expect("read") == new);
+        let mut all = vec![0; old.len()];
+        reader.read_exact_at(&mut all, 0).expect("the old descriptor reads on");
+        assert!(all == old);
+    }
+}
+
+/// A file that is written for longer than listings live stays visible, and two
+/// that open it at once share it.
+#[test]
+fn a_file_being_written_outlives_listings() {
+    let w = World::new();
+    w.put("d/other", "x");
+    let m = w.mount(&["--metadata-ttl", "0s", "--negative-ttl", "0s"]);
+    let mut f = File::create(m.path("d/new")).expect("create");
+    f.write_all(b"first").expect("write");
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    assert_eq!(m.names("d"), ["new", "other"]);
+    assert_eq!(fs::metadata(m.path("d/new")).expect("stat").len(), 5);
+    let barrier = std::sync::Barrier::new(4);
+    std::thread::scope(|s| {
+        for i in 0..4u8 {
+            let (m, barrier) = (&m, &barrier);
+            s.spawn(move || {
+                barrier.wait();
+                let f = OpenOptions::new().write(true).open(m.path("d/other")).expect("open");
+                f.write_all_at(&[b'a' + i], u64::from(i)).expect("write");
+            });
+        }
+    });
+    assert_eq!(w.object("d/other").as_deref(), Some(b"abcd".as_slice()));
+    drop(f);
+    assert_eq!(w.object("d/new").as_deref(), Some(b"first".as_slice()));
+}

@@ -91,7 +91,7 @@ enum Way {
     Through {
         handles: u32,
         /// Not evicted while the kernel reads it.
-        _backing: Backing,
+        backing: Backing,
         registration: Registration,
     },
 }
@@ -123,7 +123,7 @@ impl Modes {
                 let made = backing.and_then(|b| register(&b).map(|r| (b, r)));
                 match made {
                     Some((b, r)) => {
-                        let way = Way::Through { handles: 1, _backing: b, registration: r.clone() };
+                        let way = Way::Through { handles: 1, backing: b, registration: r.clone() };
                         modes.insert(ino, way);
                         Some(r)
                     }
@@ -134,6 +134,12 @@ impl Modes {
                 }
             }
         }
+    }
+
+    /// Whether the kernel reads the inode from a cache file by itself now.
+    pub(super) fn reads_cache_file(&self, ino: Ino) -> bool {
+        let modes = self.0.lock();
+        matches!(modes.get(&ino), Some(Way::Through { backing: Backing::Cached(_), .. }))
     }
 
     /// A handle of the inode was closed.

@@ -30,16 +30,13 @@ impl FileSystem {
     pub fn open_read(&self, ino: Ino) -> Result<Opened, FsError> {
         // The stage first: who opens a file that is being written reads what was
         // written (C5).
-        let kind = match self.stages.get(ino) {
+        let kind = match self.stages.open(ino) {
             Some(s) => OpenKind::Stage(s, false),
             None => OpenKind::Object(self.object(ino)?),
         };
         let keep_cache =
             matches!(kind, OpenKind::Object(_)) && !self.rewritten.lock().contains(&ino);
         let handle = self.handles.add(kind.clone());
-        if let OpenKind::Stage(s, _) = &kind {
-            s.opened();
-        }
         Ok(Opened { handle, kind, keep_cache })
     }
 

@@ -64,15 +64,6 @@ impl Stage {
         &self.file
     }
 
-    pub(super) fn opened(&self) {
-        self.handles.fetch_add(1, Ordering::AcqRel);
-    }
-
-    /// A handle was closed; true for the last one.
-    pub(super) fn closed(&self) -> bool {
-        self.handles.fetch_sub(1, Ordering::AcqRel) == 1
-    }
-
     pub(super) fn state(&self) -> io::Result<Look> {
         let m = self.file.metadata()?;
         Ok(Look(m.len(), (m.mtime(), m.mtime_nsec()), (m.ctime(), m.ctime_nsec())))
@@ -92,6 +83,11 @@ impl Stage {
     pub fn is_dirty(&self) -> bool {
         !self.unlinked.load(Ordering::Acquire)
             && self.state().map_or(true, |s| *self.uploaded.lock() != Some(s))
+    }
+
+    /// Whether the origin has, or had, what was in it at some time.
+    pub(super) fn was_uploaded(&self) -> bool {
+        self.uploaded.lock().is_some()
     }
 
     pub(super) fn set_uploaded(&self, look: Look) {
@@ -141,12 +137,31 @@ impl Stages {
         if s.is_empty() { None } else { s.get(&ino).cloned() }
     }
 
-    pub(super) fn insert(&self, s: Arc<Stage>) {
-        self.0.write().insert(s.ino(), s);
+    /// The inode's stage with one handle more, if it has one.
+    pub(super) fn open(&self, ino: Ino) -> Option<Arc<Stage>> {
+        let stages = self.0.read();
+        let s = stages.get(&ino)?;
+        s.handles.fetch_add(1, Ordering::AcqRel);
+        Some(s.clone())
     }
 
-    pub(super) fn remove(&self, ino: Ino) {
-        self.0.write().remove(&ino);
+    /// The inode's stage with one handle more: `new`, unless somebody else was as
+    /// quick.
+    pub(super) fn join(&self, new: Arc<Stage>) -> Arc<Stage> {
+        let mut stages = self.0.write();
+        let s = stages.entry(new.ino()).or_insert(new);
+        s.handles.fetch_add(1, Ordering::AcqRel);
+        s.clone()
+    }
+
+    /// A handle was closed; true for the last one, whose stage is gone with it.
+    pub(super) fn close(&self, s: &Arc<Stage>) -> bool {
+        let mut stages = self.0.write();
+        let last = s.handles.fetch_sub(1, Ordering::AcqRel) == 1;
+        if last {
+            stages.remove(&s.ino());
+        }
+        last
     }
 
     pub(super) fn len(&self) -> usize {

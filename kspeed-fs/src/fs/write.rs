@@ -78,14 +78,13 @@ impl FileSystem {
                 return Err(e);
             }
         };
-        let opened = self.open_stage(stage, true);
+        let opened = self.open_stage(self.stages.join(stage));
         Ok((self.attr(attr.ino)?, opened))
     }
 
-    fn open_stage(&self, stage: Arc<Stage>, writes: bool) -> Opened {
-        stage.opened();
-        self.stages.insert(stage.clone());
-        let kind = OpenKind::Stage(stage, writes);
+    /// A handle for writing to a stage that counts it already.
+    fn open_stage(&self, stage: Arc<Stage>) -> Opened {
+        let kind = OpenKind::Stage(stage, true);
         Opened { handle: self.handles.add(kind.clone()), kind, keep_cache: false }
     }
 
@@ -95,30 +94,41 @@ impl FileSystem {
     /// # Errors
     /// No such inode, or the origin failed.
     pub async fn open_write(&self, ino: Ino, truncate: bool) -> Result<Opened, FsError> {
-        self.writable()?;
-        if let Some(s) = self.stages.get(ino) {
-            if truncate {
-                s.file().set_len(0)?;
+        let live = self.writable()?;
+        if let Some(s) = self.stages.open(ino) {
+            if truncate && let Err(e) = s.file().set_len(0) {
+                self.stages.close(&s);
+                return Err(e.into());
             }
-            return Ok(self.open_stage(s, true));
+            return Ok(self.open_stage(s));
+        }
+        if self.modes.reads_cache_file(ino) {
+            // The kernel reads this inode from the cache file, which is not to be
+            // written to, and an inode has one backing file. The name gets
+            // another inode; upon ESTALE the kernel looks it up again. Who has
+            // the old one open keeps the old version.
+            live.fork(ino);
+            return Err(FsError::Forked);
         }
         let object = self.object(ino)?;
         let stage = self.new_stage(ino)?;
-        if truncate {
-            // Even if nothing is written: an empty object is what is wanted (W7).
-            return Ok(self.open_stage(stage, true));
+        if !truncate {
+            let size = object.meta().size;
+            let mut at = 0;
+            while at < size {
+                let bytes = self.read_bytes(ino, &object, at, COPY_BYTES).await?;
+                stage.write(at, &bytes)?;
+                at += bytes.len() as u64;
+            }
+            stage.set_uploaded(stage.state()?);
         }
-        let size = object.meta().size;
-        let mut at = 0;
-        while at < size {
-            let bytes = self.read_bytes(ino, &object, at, COPY_BYTES).await?;
-            stage.write(at, &bytes)?;
-            at += bytes.len() as u64;
+        // Cut to nothing it is dirty, even if nothing is written: an empty
+        // object is what is wanted (W7).
+        let joined = self.stages.join(stage.clone());
+        if truncate && !Arc::ptr_eq(&joined, &stage) {
+            joined.file().set_len(0)?;
         }
-        stage.set_uploaded(stage.state()?);
-        // Somebody else may have been as quick.
-        let stage = self.stages.get(ino).unwrap_or(stage);
-        Ok(self.open_stage(stage, true))
+        Ok(self.open_stage(joined))
     }
 
     /// Writes through us (without passthrough).
@@ -190,8 +200,12 @@ impl FileSystem {
         {
             tracing::error!(error = %e, ino, "changes made after the last flush are lost");
         }
-        if s.closed() {
-            self.stages.remove(ino);
+        if self.stages.close(&s)
+            && !s.was_uploaded()
+            && let Namespace::Live(l) = &self.namespace
+        {
+            // Made here and never stored: nothing of it remains.
+            l.drop_local(ino);
         }
     }
 
@@ -237,9 +251,7 @@ impl FileSystem {
         };
         let entry = self.attr(ino);
         self.handles.remove(opened.handle);
-        if s.closed() {
-            self.stages.remove(ino);
-        }
+        self.stages.close(s);
         r?;
         entry
     }

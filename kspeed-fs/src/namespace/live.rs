@@ -89,6 +89,17 @@ enum Local {
     Absent(Instant),
 }
 
+impl Local {
+    /// Whether an answer of the origin that was asked for at `asked` does not
+    /// cover it.
+    fn is_newer_than(&self, asked: Instant) -> bool {
+        match self {
+            Self::Present(l, t) => *t >= asked || is_local(l),
+            Self::Absent(t) => *t >= asked,
+        }
+    }
+}
+
 #[derive(Default)]
 struct State {
     fresh: Option<Fresh>,
@@ -315,8 +326,12 @@ impl Live {
     }
 
     async fn probe_and_keep(&self, d: &Directory, name: &[u8]) -> Result<(), FsError> {
+        let began = Instant::now();
         let found = self.probe(d, name).await?;
         let mut s = d.state.lock();
+        if s.local.get(name).is_some_and(|l| !l.is_newer_than(began)) {
+            s.local.remove(name);
+        }
         if s.probed.len() >= 1024 {
             s.probed.clear();
         }
@@ -395,10 +410,9 @@ impl Live {
                 }
             }
             listing.changed_ns = s.changed_ns;
-            // What this mount did before the listing began is in it.
-            s.local.retain(|_, l| match l {
-                Local::Present(_, t) | Local::Absent(t) => *t >= began,
-            });
+            // What this mount did before the listing began is in it, but for
+            // files that are not uploaded yet.
+            s.local.retain(|_, l| l.is_newer_than(began));
             s.probed.clear();
             let bytes: u64 = listing
                 .entries
@@ -644,6 +658,40 @@ impl Live {
             s.local.insert(name.into(), Local::Absent(Instant::now()));
         }
         self.table.write().by_name.remove(&(parent, name.into()));
+    }
+
+    /// A file that was made here and never uploaded is no more.
+    pub fn drop_local(&self, ino: Ino) {
+        let Some((parent, name)) = self.name_of(ino) else { return };
+        if let Ok(d) = self.directory(parent) {
+            let mut s = d.state.lock();
+            if matches!(s.local.get(&name), Some(Local::Present(l, _)) if is_local(l)) {
+                s.local.remove(&name);
+                s.changed_ns = now_ns();
+            }
+        }
+    }
+
+    /// Gives a file's name another inode with the same object.
+    pub fn fork(&self, ino: Ino) {
+        let mut t = self.table.write();
+        let Some(n) = t.nodes.get(&ino) else { return };
+        let Content::File(meta) = &n.content else { return };
+        let slot = (n.parent, n.name.clone());
+        let node = Node {
+            parent: n.parent,
+            name: n.name.clone(),
+            content: Content::File(meta.clone()),
+            lookups: 0,
+            mtime_ns: n.mtime_ns,
+        };
+        let mut fresh = ino.wrapping_add(1).max(ROOT + 1);
+        while t.nodes.contains_key(&fresh) {
+            fresh = fresh.wrapping_add(1).max(ROOT + 1);
+        }
+        t.nodes.insert(fresh, node);
+        t.by_name.insert(slot, fresh);
+        t.order.push_back(fresh);
     }
 
     /// What is known of a directory is not believed any longer.
