@@ -9,7 +9,6 @@ demo: setup
 
 test: setup
 	cargo nextest run --workspace
-	cargo test --workspace --doc
 
 lint:
 	cargo fmt --all --check

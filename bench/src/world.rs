@@ -114,7 +114,7 @@ impl Mount {
             .spawn()?;
         let mut m = Self { child, path: path.to_path_buf() };
         let began = Instant::now();
-        while m.status().is_err() {
+        while !m.status().is_ok_and(|s| !s.mounts.is_empty()) {
             if m.child.try_wait()?.is_some() || began.elapsed() > Duration::from_secs(120) {
                 let log = fs::read_to_string(cache.with_extension("log")).unwrap_or_default();
                 return Err(format!("not mounted: {log}").into());

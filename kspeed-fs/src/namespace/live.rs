@@ -66,6 +66,8 @@ struct Node {
     lookups: u64,
     /// Times set through this mount; not stored in the origin.
     mtime_ns: Option<i64>,
+    /// The name has another inode now, of the same version: never found again.
+    retired: bool,
 }
 
 enum Content {
@@ -155,6 +157,7 @@ impl Live {
                 content: Content::Directory(Arc::new(root)),
                 lookups: 1,
                 mtime_ns: None,
+                retired: false,
             },
         );
         Self {
@@ -543,7 +546,14 @@ impl Live {
                 Content::Directory(Arc::new(Directory::new(ino, prefix)))
             }
         };
-        let node = Node { parent: d.ino, name: l.name.clone(), content, lookups, mtime_ns: None };
+        let node = Node {
+            parent: d.ino,
+            name: l.name.clone(),
+            content,
+            lookups,
+            mtime_ns: None,
+            retired: false,
+        };
         let attr = node.attr(ino);
         t.nodes.insert(ino, node);
         t.by_name.insert(slot, ino);
@@ -675,8 +685,11 @@ impl Live {
     /// Gives a file's name another inode with the same object.
     pub fn fork(&self, ino: Ino) {
         let mut t = self.table.write();
-        let Some(n) = t.nodes.get(&ino) else { return };
+        let Some(n) = t.nodes.get_mut(&ino) else { return };
         let Content::File(meta) = &n.content else { return };
+        // The kernel may forget the new inode before it looks the name up for
+        // good: the name must not fall back to this one.
+        n.retired = true;
         let slot = (n.parent, n.name.clone());
         let node = Node {
             parent: n.parent,
@@ -684,6 +697,7 @@ impl Live {
             content: Content::File(meta.clone()),
             lookups: 0,
             mtime_ns: n.mtime_ns,
+            retired: false,
         };
         let mut fresh = ino.wrapping_add(1).max(ROOT + 1);
         while t.nodes.contains_key(&fresh) {
@@ -796,6 +810,7 @@ impl Node {
     /// Whether it is this entry: a directory, or a file of the same version.
     fn is(&self, l: &Listed) -> bool {
         match (&self.content, &l.meta) {
+            _ if self.retired => false,
             (Content::Directory(_), None) => true,
             (Content::File(m), Some(n)) => m.version == n.version && m.size == n.size,
             _ => false,

@@ -97,7 +97,7 @@ impl World {
             .expect("spawn");
         let mut m = Mount { child, mnt: mnt.to_path_buf() };
         let began = Instant::now();
-        while !is_mounted(mnt) || fs::metadata(mnt.join(".kspeed/status")).is_err() {
+        while !is_mounted(mnt) || !m.serves() {
             let ended = m.child.try_wait().expect("wait");
             if ended.is_some() || began.elapsed() > Duration::from_secs(20) {
                 let log = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
@@ -151,6 +151,13 @@ impl Mount {
     pub fn status(&self) -> serde_json::Value {
         let text = fs::read_to_string(self.path(".kspeed/status")).expect("status");
         serde_json::from_str(&text).expect("json")
+    }
+
+    /// Whether the daemon knows the mount as one of its own.
+    fn serves(&self) -> bool {
+        let text = fs::read_to_string(self.path(".kspeed/status")).unwrap_or_default();
+        serde_json::from_str::<serde_json::Value>(&text)
+            .is_ok_and(|v| v["mounts"].as_array().is_some_and(|m| !m.is_empty()))
     }
 
     /// A counter of the first mount.

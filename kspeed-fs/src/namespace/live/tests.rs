@@ -169,3 +169,20 @@ async fn the_place_of_a_file_is_known_after_a_listing() {
     assert_eq!(next.len(), 2);
     assert_eq!(next[0].0, walk(&l, "d/f4").await.expect("f4").ino);
 }
+
+/// A forked name stays forked, even when the kernel forgets the new inode between
+/// two lookups, as it does when it revalidates.
+#[tokio::test]
+async fn a_forked_name_never_falls_back_to_the_old_inode() {
+    let o = Arc::new(MemoryOrigin::new("memory://t/"));
+    put(&o, "f", "x").await;
+    let l = Live::new(o, config(10_000));
+    let old = walk(&l, "f").await.expect("f").ino;
+    l.fork(old);
+    let first = walk(&l, "f").await.expect("f").ino;
+    assert_ne!(first, old);
+    l.forget(first, 1);
+    let second = walk(&l, "f").await.expect("f").ino;
+    assert_ne!(second, old);
+    assert_eq!(l.object(second).expect("new").version, l.object(old).expect("old").version);
+}
