@@ -134,6 +134,9 @@ fn the_cache_survives_kill_9() {
     let m = w.mount(&[]);
     assert!(m.read("large").expect("read") == large);
     assert!(m.read("small").expect("read") == small);
+    // Blocks are written behind the reader's back; warm waits for the disk.
+    let out = w.kspeed().arg("warm").arg(&m.mnt).output().expect("warm");
+    assert!(out.status.success());
     m.kill();
     let gets = w.gets();
     let m = w.mount(&[]);
