@@ -6,8 +6,10 @@
 //! state machine between them, one for each mount.
 
 mod event;
+pub mod order;
 mod predictor;
 mod readahead;
+pub mod seed;
 
 pub use event::{Action, Conditions, Event, FileId};
 pub use predictor::{Mode, Streams, Window};
