@@ -94,6 +94,7 @@ impl Pipeline {
         let now = Conditions {
             latency_us: stats.latency_us,
             stream_bytes_per_s: stats.stream_bytes_per_s,
+            cache_bytes: u64::MAX,
             pressed: fs.cache().is_pressed(),
         };
         if !o.is_small() {
@@ -145,7 +146,7 @@ impl Pipeline {
         if self.predict != Predict::Off {
             self.readahead.lock().apply(
                 Event::Forgotten { file: ino },
-                Conditions { latency_us: 0, stream_bytes_per_s: 0, pressed: false },
+                Conditions { latency_us: 0, stream_bytes_per_s: 0, cache_bytes: 0, pressed: false },
             );
         }
     }

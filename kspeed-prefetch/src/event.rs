@@ -68,6 +68,8 @@ pub struct Conditions {
     pub latency_us: u64,
     /// Rate of one stream of the origin, in bytes per second; 0: not measured.
     pub stream_bytes_per_s: u64,
+    /// What the cache holds, in bytes: what is fetched ahead must stay in it.
+    pub cache_bytes: u64,
     /// Memory is short: windows halve instead of growing.
     pub pressed: bool,
 }

@@ -9,8 +9,10 @@ mod event;
 pub mod order;
 mod predictor;
 mod readahead;
+mod samples;
 pub mod seed;
 
 pub use event::{Action, Conditions, Event, FileId};
-pub use predictor::{Mode, Streams, Window};
+pub use predictor::{Ahead, Follower, Met, Mode, Streams, Window};
 pub use readahead::Readahead;
+pub use samples::{Outlook, Samples, Search, View, Want};

@@ -119,8 +119,12 @@ fn window_bytes(now: Conditions) -> u64 {
 mod tests {
     use super::*;
 
-    const CALM: Conditions =
-        Conditions { latency_us: 20_000, stream_bytes_per_s: 100_000_000, pressed: false };
+    const CALM: Conditions = Conditions {
+        latency_us: 20_000,
+        stream_bytes_per_s: 100_000_000,
+        cache_bytes: u64::MAX,
+        pressed: false,
+    };
     const GIB: u64 = 1 << 30;
 
     #[test]

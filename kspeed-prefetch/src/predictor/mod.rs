@@ -1,5 +1,8 @@
 //! Predictors, a file each.
 
+mod epoch;
+mod ranks;
 mod streams;
 
+pub use epoch::{Ahead, Follower, Met};
 pub use streams::{Mode, Streams, Window};

@@ -130,7 +130,7 @@ impl Observed {
 }
 
 /// KL(a ‖ b) of two coins, in nats; 0 where a is not above b.
-fn divergence(a: f64, b: f64) -> f64 {
+pub(crate) fn divergence(a: f64, b: f64) -> f64 {
     if a <= b || b <= 0.0 {
         return 0.0;
     }
