@@ -8,6 +8,7 @@
 
 mod compare;
 mod demo;
+mod loader;
 mod measure;
 mod report;
 mod rows;

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use kspeed_fs::control::{Client, HintRequest};
+use kspeed_fs::dataset::Told;
 use kspeed_fs::telemetry::ProcessStatus;
 
 use crate::Result;
@@ -126,6 +128,20 @@ impl Mount {
 
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Tells the order in which files will be read, as the Python package does.
+    pub fn hint(&self, files: &[String], order: &[u32]) -> Result<()> {
+        let request = HintRequest {
+            mountpoint: self.path.clone(),
+            id: "bench".into(),
+            files: files.to_vec(),
+            told: Told::Order(order.to_vec()),
+        };
+        let client = Client::of_mount(&self.path)?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let known = runtime.block_on(client.hint(&request))?.known;
+        if known == files.len() { Ok(()) } else { Err(format!("{known} files known").into()) }
     }
 
     pub fn status(&self) -> Result<ProcessStatus> {

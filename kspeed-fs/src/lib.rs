@@ -1,11 +1,12 @@
 //! KSpeed's file system: names, handles, FUSE, commands.
 //!
 //! Dependencies go downward: `cli` → `mount` (the composition root) → `control`,
-//! `fuse` → `fs` → `namespace`, `pipeline`, `push`.
+//! `fuse` → `fs` → `pipeline` → `dataset` → `namespace`, `push`.
 
 pub mod cli;
 pub mod config;
 pub mod control;
+pub mod dataset;
 pub mod doctor;
 pub mod errno;
 pub mod fs;

@@ -17,6 +17,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::config::{MountConfig, ProcessConfig, Source};
+use crate::dataset::Parts;
 use crate::fs::{FileSystem, FsOptions};
 use crate::fuse::{Adapter, AdapterContext, KernelSupport, StatusText};
 use crate::namespace::{self, INODE_BYTES, Live, LiveConfig, Namespace, Snapshot, SnapshotIndex};
@@ -28,7 +29,7 @@ use crate::telemetry::{MountStatus, ProcessStatus, prometheus};
 const SESSION_THREADS: usize = 8;
 /// Prefetches in flight for all mounts of the process: enough that small files
 /// at 20 ms each keep a fast store busy.
-const MAX_PREFETCHES: usize = 64;
+const MAX_PREFETCHES: usize = 224;
 /// What the kernel's table of mounts shows before the source: by it our commands
 /// find our mounts. (The FUSE library does not set the subtype of mounts that it
 /// makes without fusermount3.)
@@ -173,7 +174,16 @@ impl Process {
             dir_mode: config.dir_mode,
             stage_dir: self.cache.stage_dir().ok(),
         };
-        let pipeline = Pipeline::new(config.predict, pusher.clone(), self.runtime.clone());
+        let parts = Parts {
+            names: namespace.clone(),
+            cache: self.cache.clone(),
+            origin: origin.clone(),
+            pusher: pusher.clone(),
+            runtime: self.runtime.clone(),
+            memory_bytes: self.config.orders_bytes / share.max(1),
+            share: config.scan_share,
+        };
+        let pipeline = Pipeline::new(config.predict, parts);
         let fs =
             Arc::new(FileSystem::new(namespace, self.cache.clone(), origin, pipeline, options));
         let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());

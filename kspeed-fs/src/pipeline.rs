@@ -12,6 +12,7 @@ use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use crate::dataset::{Datasets, Parts, SAMPLE_MAX_BYTES};
 use crate::fs::FileSystem;
 use crate::namespace::Ino;
 use crate::push::Pusher;
@@ -30,6 +31,8 @@ pub enum Predict {
     Off,
     /// Sequential streams in files, and runs of files in directories.
     Sequential,
+    /// And shuffled epochs: their order is recovered, or told.
+    Auto,
 }
 
 struct Shared {
@@ -44,24 +47,34 @@ struct Shared {
 pub struct Pipeline {
     predict: Predict,
     readahead: Mutex<Readahead>,
+    datasets: Option<Datasets>,
     shared: Arc<Shared>,
 }
 
 impl Pipeline {
-    /// With a pusher for read-only mounts.
+    /// With what its predictions work with.
     #[must_use]
-    pub fn new(predict: Predict, pusher: Option<Arc<Pusher>>, runtime: Handle) -> Self {
+    pub fn new(predict: Predict, parts: Parts) -> Self {
+        let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
+        let shared = Shared {
+            runtime: parts.runtime.clone(),
+            tasks: tasks.clone(),
+            stop: stop.clone(),
+            actions: AtomicUsize::new(0),
+            pusher: parts.pusher.clone(),
+        };
         Self {
             predict,
             readahead: Mutex::new(Readahead::new()),
-            shared: Arc::new(Shared {
-                runtime,
-                tasks: TaskTracker::new(),
-                stop: CancellationToken::new(),
-                actions: AtomicUsize::new(0),
-                pusher,
-            }),
+            datasets: (predict == Predict::Auto).then(|| Datasets::new(parts, tasks, stop)),
+            shared: Arc::new(shared),
         }
+    }
+
+    /// The datasets that are followed; none unless `--predict auto`.
+    #[must_use]
+    pub fn datasets(&self) -> Option<&Datasets> {
+        self.datasets.as_ref()
     }
 
     /// The pusher, if there is one.
@@ -77,7 +90,17 @@ impl Pipeline {
         self.shared.tasks.wait().await;
     }
 
-    /// A read reached us.
+    /// A file was opened on a mount whose reads may not reach us.
+    pub(crate) fn on_open(&self, ino: Ino, o: &CachedObject) {
+        let size = o.meta().size;
+        if let Some(d) = &self.datasets
+            && size <= SAMPLE_MAX_BYTES
+        {
+            d.on_sample(ino, o.has(0..size));
+        }
+    }
+
+    /// A read reached us; `ready`: it was answered at once.
     pub(crate) fn on_read(
         &self,
         fs: &FileSystem,
@@ -85,6 +108,7 @@ impl Pipeline {
         o: &Arc<CachedObject>,
         offset: u64,
         len: u64,
+        ready: bool,
     ) {
         if self.predict == Predict::Off {
             return;
@@ -94,7 +118,7 @@ impl Pipeline {
         let now = Conditions {
             latency_us: stats.latency_us,
             stream_bytes_per_s: stats.stream_bytes_per_s,
-            cache_bytes: u64::MAX,
+            cache_bytes: fs.cache().capacity_bytes(),
             pressed: fs.cache().is_pressed(),
         };
         if !o.is_small() {
@@ -105,7 +129,17 @@ impl Pipeline {
                 self.start(async move { o.prefetch(start..end).await });
             }
         }
-        if offset != 0 || size > RUN_FILE_MAX_BYTES {
+        if offset != 0 {
+            return;
+        }
+        if let Some(d) = &self.datasets
+            && fs.options().read_only
+            && size <= SAMPLE_MAX_BYTES
+        {
+            d.on_sample(ino, ready);
+        }
+        // Whose order is known is in no run.
+        if size > RUN_FILE_MAX_BYTES || self.datasets.as_ref().is_some_and(|d| d.steers(ino)) {
             return;
         }
         let Some((directory, index, count, mean_bytes)) = fs.namespace().place(ino) else { return };

@@ -10,6 +10,7 @@ use kspeed_cache::{DiskStatus, StatsSnapshot};
 use serde::{Deserialize, Serialize};
 
 use crate::config::MountConfig;
+use crate::dataset::{DatasetStatus, Datasets};
 use crate::fs::FileSystem;
 use crate::fuse::KernelSupport;
 use crate::mount::Process;
@@ -85,6 +86,14 @@ pub struct MountStatus {
     pub pushed_files: u64,
     /// Bytes uploaded.
     pub uploaded_bytes: u64,
+    /// Datasets read in a shuffled order, and what steers for each.
+    pub datasets: Vec<DatasetStatus>,
+    /// Reads while an order was followed, those of pushed files by progress.
+    pub predicted_reads: u64,
+    /// Of these, that did not wait for the origin.
+    pub predicted_ready: u64,
+    /// Files fetched ahead by an order.
+    pub predicted_fetches: u64,
     /// Calls that failed.
     pub errors: u64,
 }
@@ -133,6 +142,7 @@ impl MountStatus {
         let s = fs.stats();
         let n = |c: &std::sync::atomic::AtomicU64| c.load(Ordering::Relaxed);
         let pusher = fs.pipeline.pusher();
+        let counts = fs.pipeline.datasets().map(Datasets::counts).unwrap_or_default();
         let (snapshot_entries, hidden_keys) = match fs.namespace() {
             Namespace::Snapshot(s) => (Some(s.index().len()), 0),
             Namespace::Live(l) => (None, l.hidden()),
@@ -157,6 +167,10 @@ impl MountStatus {
             pushed_bytes: pusher.map_or(0, |p| p.pushed_bytes()),
             pushed_files: pusher.map_or(0, |p| p.pushed_files()),
             uploaded_bytes: n(&s.uploaded_bytes),
+            datasets: fs.pipeline.datasets().map(Datasets::status).unwrap_or_default(),
+            predicted_reads: counts.reads,
+            predicted_ready: counts.ready,
+            predicted_fetches: counts.fetched,
             errors: n(&s.errors),
         }
     }
@@ -259,6 +273,24 @@ const MOUNT_METRICS: &[OfMount] = &[
         m.pushed_files
     }),
     ("kspeed_mount_uploaded_bytes_total", Type::Counter, "Bytes uploaded", |m| m.uploaded_bytes),
+    (
+        "kspeed_mount_predicted_reads_total",
+        Type::Counter,
+        "Reads while an order was followed",
+        |m| m.predicted_reads,
+    ),
+    (
+        "kspeed_mount_predicted_ready_total",
+        Type::Counter,
+        "Of these, that did not wait for the origin",
+        |m| m.predicted_ready,
+    ),
+    (
+        "kspeed_mount_predicted_fetches_total",
+        Type::Counter,
+        "Files fetched ahead by an order",
+        |m| m.predicted_fetches,
+    ),
     ("kspeed_mount_errors_total", Type::Counter, "Calls that failed with an I/O error", |m| {
         m.errors
     }),

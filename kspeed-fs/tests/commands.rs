@@ -86,7 +86,7 @@ fn wrong_usage_ends_at_once_with_the_allowed_values() {
     let w = World::new();
     for (args, code, says) in [
         (&["mount", "gs://b", "/mnt"][..], 2, "s3://BUCKET"),
-        (&["mount", "s3://b", "/mnt", "--predict", "always"], 2, "off or sequential"),
+        (&["mount", "s3://b", "/mnt", "--predict", "always"], 2, "off, sequential or auto"),
         (&["mount", "s3://b", "/mnt", "--memory-limit", "lots"], 2, "512MiB"),
         (&["mount", "s3://b", "/mnt", "--no-such-flag"], 2, "--no-such-flag"),
         (&["mount"], 2, "the source is missing"),

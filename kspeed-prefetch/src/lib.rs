@@ -13,6 +13,6 @@ mod samples;
 pub mod seed;
 
 pub use event::{Action, Conditions, Event, FileId};
-pub use predictor::{Ahead, Follower, Met, Mode, Streams, Window};
+pub use predictor::{Ahead, Follower, Met, Mode, Passed, Streams, Window};
 pub use readahead::Readahead;
 pub use samples::{Outlook, Samples, Search, View, Want};

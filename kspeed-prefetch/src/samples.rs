@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use crate::event::Conditions;
 use crate::order::Recipe;
-use crate::predictor::{Ahead, Follower, Met};
+use crate::predictor::{Ahead, Follower, Met, Passed};
 use crate::seed::{Found, Observed};
 
 /// The first search, in distinct samples read; the next at twice as many.
@@ -42,8 +42,6 @@ pub type View = Option<Arc<[u32]>>;
 pub struct Search {
     /// What was observed, for each view.
     pub observed: Vec<Observed>,
-    /// Through all seeds, not only the likely ones.
-    pub deep: bool,
 }
 
 /// What is to be done.
@@ -51,8 +49,15 @@ pub struct Search {
 pub enum Want {
     /// Bring a sample in.
     Bring(Ahead),
-    /// Look for the seed; answered by [`Samples::found`].
+    /// When a sample will be read next: eviction goes by it.
+    Expect(Passed),
+    /// The orders that are followed have changed, and with them what
+    /// [`Samples::when`] knows of all samples.
+    ExpectAll,
+    /// Try the likely seeds; answered by [`Samples::found`].
     Search(Search),
+    /// Try all seeds; answered by [`Samples::scanned`].
+    Scan(Search),
     /// Look for the global generators whose first epoch has this seed; answered
     /// by [`Samples::inherits`].
     Global(u32),
@@ -75,6 +80,8 @@ pub struct Samples {
     claimed: VecDeque<bool>,
     next_search: usize,
     searching: bool,
+    scanning: bool,
+    /// No other scan for what is being watched.
     scanned: bool,
 }
 
@@ -90,6 +97,8 @@ pub struct Outlook {
     pub fits: f64,
     /// Part of the epoch that is over, 0 to 1.
     pub done: f64,
+    /// Samples that were passed since it is followed, seen or not.
+    pub passed: u64,
     /// Ranks that read here.
     pub ranks_here: u32,
     /// Ranks in all, as far as known.
@@ -111,6 +120,7 @@ impl Samples {
             claimed: VecDeque::new(),
             next_search: FIRST_SEARCH,
             searching: false,
+            scanning: false,
             scanned: false,
         }
     }
@@ -164,21 +174,30 @@ impl Samples {
         }
         if let Some(f) = owner.and_then(|i| self.followers.get_mut(i)) {
             out.extend(f.follower.ahead(self.mean_bytes, now).into_iter().map(Want::Bring));
+            let passed = f.follower.passed_since();
+            // Another job may want it sooner.
+            let alone = self.followers.len() == 1;
+            out.extend(passed.into_iter().map(|p| {
+                Want::Expect(if alone { p } else { Passed { next: self.when(p.sample), ..p } })
+            }));
         } else if !repeats {
             self.unclaimed(sample);
         }
-        self.drop_lost();
+        if self.drop_lost() {
+            out.push(Want::ExpectAll);
+        }
         out.extend(self.search());
         out
     }
 
-    fn drop_lost(&mut self) {
+    fn drop_lost(&mut self) -> bool {
         let before = self.followers.len();
         self.followers.retain(|f| !f.follower.is_lost());
         if self.followers.len() < before {
             // What was read since it was lost begins something else.
             self.begin(self.recent.iter().map(|(s, _)| *s).collect());
         }
+        self.followers.len() < before
     }
 
     fn begin(&mut self, samples: Vec<u32>) {
@@ -223,11 +242,13 @@ impl Samples {
         while self.next_search <= k {
             self.next_search *= 2;
         }
-        let deep = k >= SCAN_FROM && !self.scanned;
-        self.scanned |= deep;
         self.searching = true;
+        Some(Want::Search(self.observation()))
+    }
+
+    fn observation(&self) -> Search {
         let observed = self.views.iter().map(|v| observed(self.n, v.as_deref(), &self.seen));
-        Some(Want::Search(Search { observed: observed.collect(), deep }))
+        Search { observed: observed.collect() }
     }
 
     /// Most reads are near the one before: no shuffle.
@@ -237,16 +258,37 @@ impl Samples {
         near * 2 > last.len() && self.n > NEIGHBOURS * 8
     }
 
-    /// A search has ended: with an order to follow, or without.
+    /// The likely seeds were tried: with an order to follow, or without.
     pub fn found(&mut self, follower: Option<Follower>, now_us: u64, now: Conditions) -> Vec<Want> {
         self.searching = false;
-        let Some(mut follower) = follower else { return Vec::new() };
-        let recipe = follower.recipe();
+        match follower {
+            Some(f) => self.adopt(f, now_us, now),
+            None if self.seen.len() >= SCAN_FROM && !self.scanned && !self.scanning => {
+                self.scanned = true;
+                self.scanning = true;
+                vec![Want::Scan(self.observation())]
+            }
+            None => Vec::new(),
+        }
+    }
+
+    /// All seeds were tried.
+    pub fn scanned(
+        &mut self,
+        follower: Option<Follower>,
+        now_us: u64,
+        now: Conditions,
+    ) -> Vec<Want> {
+        self.scanning = false;
+        follower.map_or_else(Vec::new, |f| self.adopt(f, now_us, now))
+    }
+
+    fn adopt(&mut self, mut follower: Follower, now_us: u64, now: Conditions) -> Vec<Want> {
         if self.followers.iter().any(|f| follower.is_known_to(&f.follower)) {
             return Vec::new();
         }
         let mut out = Vec::new();
-        if let Some((Recipe::Alone { seed }, _)) = recipe {
+        if let Some((Recipe::Alone { seed }, _)) = follower.recipe() {
             out.push(Want::Global(seed));
         }
         // What the order explains is its own; the rest is somebody else's.
@@ -256,6 +298,7 @@ impl Samples {
         self.claimed.clear();
         out.extend(follower.ahead(self.mean_bytes, now).into_iter().map(Want::Bring));
         self.follow(None, follower);
+        out.push(Want::ExpectAll);
         out
     }
 
@@ -272,7 +315,8 @@ impl Samples {
     pub fn told(&mut self, id: &str, follower: Follower, now: Conditions) -> Vec<Want> {
         let mut follower = follower;
         self.followers.retain(|f| f.id.as_deref() != Some(id));
-        let out = follower.ahead(self.mean_bytes, now).into_iter().map(Want::Bring).collect();
+        let ahead = follower.ahead(self.mean_bytes, now).into_iter().map(Want::Bring);
+        let out = ahead.chain([Want::ExpectAll]).collect();
         self.follow(Some(id.into()), follower);
         out
     }
@@ -284,10 +328,19 @@ impl Samples {
         self.followers.push(Followed { id, follower });
     }
 
-    /// How many reads from now a sample is wanted again; none: not known.
+    /// When a sample will be read next, on a clock that counts reads of the
+    /// dataset: that of the oldest order. None: not known.
     #[must_use]
-    pub fn next_use(&self, sample: u32) -> Option<u64> {
-        self.followers.iter().filter_map(|f| f.follower.next_use(sample)).min()
+    pub fn when(&self, sample: u32) -> Option<u64> {
+        let now = self.followers.first().map(|f| f.follower.now())?;
+        let next = self.followers.iter().filter_map(|f| f.follower.next_use(sample)).min()?;
+        Some(now + next)
+    }
+
+    /// Samples that were passed since orders are followed, seen or not.
+    #[must_use]
+    pub fn passed(&self) -> u64 {
+        self.followers.iter().map(|f| f.follower.passed()).sum()
     }
 
     /// For people.
@@ -303,15 +356,15 @@ impl Samples {
                     nats: Some(f.follower.nats()).filter(|n| n.is_finite()),
                     fits: f.follower.fits(),
                     done: f.follower.done(),
+                    passed: f.follower.passed(),
                     ranks_here,
                     world,
                 }
             })
             .collect();
         if out.is_empty() {
-            let predictor = match (self.searching, self.scanned) {
-                (true, true) => "none yet: scanning all seeds",
-                (true, false) => "none yet: trying likely seeds",
+            let predictor = match (self.scanning, self.scanned) {
+                (true, _) => "none yet: scanning all seeds",
                 (false, true) => "none: no seed explains the reads",
                 (false, false) => "none yet: watching",
             };
@@ -320,6 +373,7 @@ impl Samples {
                 nats: None,
                 fits: 0.0,
                 done: 0.0,
+                passed: 0,
                 ranks_here: 1,
                 world: 1,
             });

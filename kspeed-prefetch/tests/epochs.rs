@@ -14,6 +14,8 @@ const IN_FLIGHT: usize = 192;
 const BYTES: u64 = 110_000;
 /// What a search for likely seeds takes.
 const SEARCH_US: u64 = 300_000;
+/// And a scan of all, where one is lucky.
+const SCAN_US: u64 = 1_000_000;
 
 /// Uses that the cache remembers.
 const KEPT: usize = 6000;
@@ -106,7 +108,8 @@ struct World {
     /// Orders followed at once.
     most: usize,
     slots: BinaryHeap<Reverse<u64>>,
-    searches: Vec<(u64, Option<Follower>)>,
+    /// When each search ends, whether it is a scan, and what it finds.
+    searches: Vec<(u64, bool, Option<Follower>)>,
     /// An unlikely seed that a deep search is told, so that a test need not scan.
     hidden: Option<u32>,
     /// Fetched ahead, once each time that it was not there.
@@ -158,17 +161,19 @@ impl World {
                     self.keep(a.sample);
                 }
                 Want::Search(s) => {
-                    let mut found = s.likely();
-                    if let (None, true, Some(seed)) = (&found, s.deep, self.hidden) {
-                        let scan = Scan::new(s.observed[0].clone()).expect("enough");
-                        let near = u64::from(seed) / 64 * 64;
-                        found = scan.run(near..near + 64).map(|f| (0, f));
-                    }
                     let n = self.samples.len();
-                    let follower = found.and_then(|(_, f)| Follower::of(n, None, f));
-                    self.searches.push((t + SEARCH_US, follower));
+                    let follower = s.likely().and_then(|(_, f)| Follower::of(n, None, f));
+                    self.searches.push((t + SEARCH_US, false, follower));
                 }
-                Want::Global(_) => {}
+                Want::Scan(s) => {
+                    let found = self.hidden.and_then(|seed| {
+                        let near = u64::from(seed) / 64 * 64;
+                        Scan::new(s.observed[0].clone())?.run(near..near + 64)
+                    });
+                    let follower = found.and_then(|f| Follower::of(self.samples.len(), None, f));
+                    self.searches.push((t + SCAN_US, true, follower));
+                }
+                Want::Global(_) | Want::Expect(_) | Want::ExpectAll => {}
             }
         }
     }
@@ -188,8 +193,11 @@ impl World {
     fn read(&mut self, sample: u32, t: u64) -> u64 {
         for i in (0..self.searches.len()).rev() {
             if self.searches[i].0 <= t {
-                let (_, f) = self.searches.remove(i);
-                let wants = self.samples.found(f, t, self.now);
+                let (_, scan, f) = self.searches.remove(i);
+                let wants = match scan {
+                    true => self.samples.scanned(f, t, self.now),
+                    false => self.samples.found(f, t, self.now),
+                };
                 self.carry_out(wants, t);
             }
         }

@@ -17,7 +17,7 @@ const GIB: u64 = 1 << 30;
 const GET_BYTES: u64 = 8 << 20;
 
 /// What parallel GETs by the same SDK reach, and nothing else: MB/s, CPU time.
-async fn parallel_gets(
+pub(super) async fn parallel_gets(
     endpoint: &str,
     prefix: &str,
     parallel: usize,
@@ -69,7 +69,7 @@ async fn parallel_gets(
     Ok((bytes as f64 / seconds / 1e6, cpu(std::process::id())? - cpu_before, count))
 }
 
-fn runtime() -> Result<tokio::runtime::Runtime> {
+pub(super) fn runtime() -> Result<tokio::runtime::Runtime> {
     // SAFETY: no thread but this one runs yet; the SDK reads these later.
     unsafe {
         std::env::set_var("AWS_ACCESS_KEY_ID", KEY);

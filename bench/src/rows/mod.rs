@@ -5,6 +5,7 @@ mod large;
 mod memory;
 mod names;
 mod server;
+mod shuffled;
 mod small;
 
 use std::path::Path;
@@ -22,6 +23,14 @@ const ROWS: &[(&str, &str, Measure)] = &[
     ("small", "10,000 small files on a dataset mount: after warm, second epoch", small::small),
     ("cold-large", "2 GiB from a far store, and from a near one, with CPU time", cold::large),
     ("cold-small", "small files from a far store in directory order", cold::small),
+    (
+        "shuffled",
+        "a shuffled epoch from a far store: likely seed, told, without limit",
+        shuffled::epoch,
+    ),
+    ("scan", "an epoch with an unlikely seed: the scan of all 2^32", shuffled::scan),
+    ("half", "three epochs with a cache of half the dataset, and the optimum", shuffled::half),
+    ("unpredicted", "a random reader that no predictor fits", shuffled::random),
     ("names", "scandir + stat, find over a snapshot index, index of 10 million", names::names),
     ("memory", "500 descriptors with KiB-sized random reads for a minute", memory::memory),
     ("server", "the S3 server by itself, so that it is not what is measured", server::server),

@@ -290,11 +290,7 @@ fn store(object: &Arc<CachedObject>, i: u32, data: Bytes, permit: Permit, lead: 
     // Readers come soon: from here they are served without the disk.
     inner.ram.put(object.id, i, data.clone());
     if object.is_small() {
-        if let Some(disk) = inner.disk(object.id)
-            && disk.put_small(object.id, &data).is_err()
-        {
-            CacheStats::add(&inner.stats.disk_write_errors, 1);
-        }
+        inner.packer.put(object, &data, permit);
         lead.finish(Ok(Ready(data)));
         return;
     }

@@ -9,6 +9,7 @@
 
 mod fetch;
 mod object;
+mod packing;
 mod stats;
 
 use std::collections::HashMap;
@@ -33,8 +34,9 @@ use crate::object::{ObjectId, ObjectMeta};
 use crate::origin::{Origin, OriginError};
 use crate::permits::Permits;
 use crate::pool::Pool;
-use crate::tier::{DiskConfig, DiskError, DiskTier, RamTier};
+use crate::tier::{DiskConfig, DiskError, DiskTier, Expected, RamTier};
 use fetch::Ready;
+use packing::Packer;
 
 /// How much the cache may use.
 #[derive(Clone, Debug)]
@@ -92,6 +94,7 @@ pub(crate) struct Inner {
     pool: Pool,
     prefetches: Arc<Semaphore>,
     objects: Mutex<HashMap<ObjectId, Weak<CachedObject>>>,
+    packer: Packer,
     tasks: TaskTracker,
     stop: CancellationToken,
     stats: CacheStats,
@@ -125,6 +128,7 @@ impl Cache {
             flights: Flights::new(),
             prefetches: Arc::new(Semaphore::new(config.max_prefetches.max(1))),
             objects: Mutex::default(),
+            packer: Packer::new(config.buffer_bytes / 4),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
             stats: CacheStats::default(),
@@ -150,6 +154,16 @@ impl Cache {
         o
     }
 
+    /// When an object will be used next, which eviction goes by.
+    pub fn expect(&self, origin: &Arc<dyn Origin>, meta: &ObjectMeta, next: Expected) {
+        let id = ObjectId::new(origin.name(), meta);
+        let block_bytes = self.0.config.block_bytes;
+        let blocks = if meta.size <= block_bytes { 0 } else { meta.size.div_ceil(block_bytes) };
+        if let Some(d) = self.0.disk(id) {
+            d.expect(id, u32::try_from(blocks).unwrap_or(u32::MAX), next);
+        }
+    }
+
     /// Counters.
     #[must_use]
     pub fn stats(&self) -> &CacheStats {
@@ -170,6 +184,13 @@ impl Cache {
                 out_of_service: d.is_out_of_service(),
             })
             .collect()
+    }
+
+    /// What the cache holds at the most, in bytes.
+    #[must_use]
+    pub fn capacity_bytes(&self) -> u64 {
+        let disks = self.0.disks.iter().filter(|d| !d.is_out_of_service());
+        self.0.config.ram_bytes + disks.map(DiskTier::max_bytes).sum::<u64>()
     }
 
     /// Bytes in the RAM tier.
@@ -216,6 +237,7 @@ impl Cache {
         self.0.stop.cancel();
         self.0.tasks.close();
         self.0.tasks.wait().await;
+        self.0.packer.flush().await;
     }
 
     /// Tasks that live, for the test that none survives.

@@ -200,7 +200,7 @@ impl CachedObject {
         let stats = &self.cache.0.stats;
         if self.is_small() {
             let slice = |b: &Bytes| b.slice(offset as usize..offset as usize + len);
-            if let Some(b) = self.cache.0.ram.get(self.id, 0) {
+            if let Some(b) = self.in_memory(0) {
                 CacheStats::add(&stats.ram_hits, 1);
                 return Some(Hit::Bytes(slice(&b)));
             }
@@ -367,7 +367,7 @@ impl CachedObject {
         let inner = &self.cache.0;
         if self.is_small() {
             return self.meta.size == 0
-                || inner.ram.get(self.id, 0).is_some()
+                || self.in_memory(0).is_some()
                 || inner.disk(self.id).is_some_and(|d| d.has_small(self.id));
         }
         let mut blocks = self.blocks.touched(range.start, range.end - range.start);
@@ -476,6 +476,9 @@ impl CachedObject {
     /// Drops it from all tiers, even if pinned.
     pub fn evict(&self) {
         self.cache.0.ram.remove(self.id, self.blocks.count());
+        if self.is_small() {
+            self.writes.send_modify(HashMap::clear);
+        }
         if let Some(d) = self.cache.0.disk(self.id) {
             d.forget(self.id);
         }

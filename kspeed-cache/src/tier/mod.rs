@@ -1,9 +1,9 @@
 //! Where bytes are kept: RAM, and the local disk.
 
 pub(crate) mod disk;
-mod policy;
+pub mod policy;
 mod ram;
 
 pub use disk::{DiskConfig, DiskError, DiskTier, LargeFile, PassthroughFile};
-pub use policy::{EvictionPolicy, Lru, Sieve};
+pub use policy::{EvictionPolicy, Expected, Lru, NextUse, Sieve};
 pub(crate) use ram::RamTier;

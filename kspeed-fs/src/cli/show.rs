@@ -82,6 +82,27 @@ fn print_status(s: &ProcessStatus) {
             m.errors
         );
     }
+    for m in &s.mounts {
+        for d in &m.datasets {
+            let path = if d.path.is_empty() { "." } else { &d.path };
+            println!("  dataset   {} of {}: {} files", path, m.mountpoint.display(), d.files);
+            let nats = d.confidence_nats.map_or_else(String::new, |n| {
+                format!("; {n:.0} nats better than chance when it was found")
+            });
+            println!("            {}{nats}", d.predictor);
+            if d.reads > 0 {
+                println!(
+                    "            epoch {:.0} % done, {:.0} % of the last reads as expected, ranks {} of {}; {:.1} % of {} reads did not wait",
+                    d.epoch_done * 100.0,
+                    d.fits * 100.0,
+                    d.ranks_here,
+                    d.world,
+                    d.hit_rate * 100.0,
+                    d.reads
+                );
+            }
+        }
+    }
     for d in &s.degraded {
         println!("  degraded  {d}");
     }

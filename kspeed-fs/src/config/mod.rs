@@ -16,6 +16,7 @@ use kspeed_cache::tier::DiskConfig;
 pub use raw::{RawFile, RawMount};
 pub use units::{parse_duration, parse_rate, parse_size, size_text};
 
+use crate::dataset::CpuShare;
 use crate::pipeline::Predict;
 
 /// Default of --cache-size when the disk's free space is not known, in bytes.
@@ -35,7 +36,9 @@ const METADATA_TTL_DEFAULT: Duration = Duration::from_secs(60);
 const NEGATIVE_TTL_DEFAULT: Duration = Duration::from_secs(5);
 const IO_TIMEOUT_DEFAULT: Duration = Duration::from_secs(100);
 /// Requests to the origin at once.
-const MAX_REQUESTS_DEFAULT: usize = 128;
+const MAX_REQUESTS_DEFAULT: usize = 256;
+/// Part of all processors for scans, in a hundred.
+const SCAN_CPU_DEFAULT: u32 = 50;
 
 /// Why a configuration is refused.
 #[derive(Debug, thiserror::Error)]
@@ -97,6 +100,8 @@ pub struct MountConfig {
     pub passthrough: bool,
     /// What to predict.
     pub predict: Predict,
+    /// What a search for seeds may take of the processors.
+    pub scan_share: CpuShare,
     /// Lifetime of listings.
     pub metadata_ttl: Duration,
     /// Lifetime of absence.
@@ -130,6 +135,8 @@ pub struct ProcessConfig {
     pub buffer_bytes: u64,
     /// Inodes and listings, in bytes, for all mounts.
     pub names_bytes: u64,
+    /// Datasets' numbers and orders, in bytes, for all mounts.
+    pub orders_bytes: u64,
     /// The whole, in bytes.
     pub memory_limit: u64,
     /// Block size, in bytes.
@@ -211,7 +218,8 @@ impl ProcessConfig {
             disks,
             ram_bytes,
             buffer_bytes: counted / 2,
-            names_bytes: counted / 4,
+            names_bytes: counted / 6,
+            orders_bytes: counted / 4 - counted / 6,
             memory_limit,
             block_bytes,
             metrics,
@@ -249,16 +257,15 @@ impl MountConfig {
             }
         }
         let predict = match raw.predict.as_deref() {
-            None | Some("sequential") => Predict::Sequential,
+            None | Some("auto") => Predict::Auto,
+            Some("sequential") => Predict::Sequential,
             Some("off") => Predict::Off,
-            Some(p) => {
-                return Err(bad(
-                    "--predict",
-                    p,
-                    "off or sequential (auto comes with seed recovery)",
-                ));
-            }
+            Some(p) => return Err(bad("--predict", p, "off, sequential or auto")),
         };
+        let scan_cpu = raw.scan_cpu.unwrap_or(SCAN_CPU_DEFAULT);
+        if !(1..=100).contains(&scan_cpu) {
+            return Err(bad("--scan-cpu", scan_cpu.to_string(), "1 to 100"));
+        }
         let io_timeout = duration("--io-timeout", raw.io_timeout.as_deref(), IO_TIMEOUT_DEFAULT)?;
         if io_timeout < Duration::from_secs(1) {
             return Err(bad("--io-timeout", format!("{io_timeout:?}"), "at least 1s"));
@@ -291,6 +298,7 @@ impl MountConfig {
             snapshot,
             passthrough: !raw.no_passthrough.unwrap_or(false),
             predict,
+            scan_share: CpuShare::of_all(scan_cpu),
             metadata_ttl: duration(
                 "--metadata-ttl",
                 raw.metadata_ttl.as_deref(),

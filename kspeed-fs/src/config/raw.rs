@@ -85,13 +85,16 @@ raw_mount! {
     /// Compress small objects in the cache: off or zstd[:LEVEL] [default: off].
     #[arg(long, env = "KSPEED_COMPRESS", value_name = "HOW")]
     compress: String,
-    /// What to predict: off or sequential [default: sequential].
+    /// What to predict: off, sequential or auto [default: auto].
     #[arg(long, env = "KSPEED_PREDICT", value_name = "WHAT")]
     predict: String,
+    /// Share of all processors that a scan for seeds may take [default: 50].
+    #[arg(long, env = "KSPEED_SCAN_CPU", value_name = "PERCENT")]
+    scan_cpu: u32,
     /// Bytes per second from the origin at the most.
     #[arg(long, env = "KSPEED_MAX_FETCH_RATE", value_name = "RATE")]
     max_fetch_rate: String,
-    /// Requests to the origin at once [default: 128].
+    /// Requests to the origin at once [default: 256].
     #[arg(long, env = "KSPEED_MAX_REQUESTS", value_name = "N")]
     max_requests: usize,
     /// Never hand files to the kernel to read by itself.

@@ -9,7 +9,7 @@ use hyper::Request;
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 
-use super::{PathsLine, PathsRequest};
+use super::{HintAnswer, HintRequest, PathsLine, PathsRequest};
 use crate::telemetry::ProcessStatus;
 
 /// A daemon that does not begin to answer by this is not there.
@@ -161,11 +161,25 @@ impl Client {
     /// # Errors
     /// The daemon can't be reached or refuses.
     pub async fn get(&self, path: &str) -> Result<String, ClientError> {
-        let r = self.send(Self::request(path, None)?).await?;
+        self.text(Self::request(path, None)?).await
+    }
+
+    async fn text(&self, request: Request<Full<Bytes>>) -> Result<String, ClientError> {
+        let r = self.send(request).await?;
         let ok = r.status().is_success();
         let body = r.into_body().collect().await.map_err(|e| self.unreachable(e))?.to_bytes();
         let text = String::from_utf8_lossy(&body).into_owned();
         if ok { Ok(text) } else { Err(ClientError::Refused(text)) }
+    }
+
+    /// Tells an order.
+    ///
+    /// # Errors
+    /// The daemon can't be reached or refuses.
+    pub async fn hint(&self, r: &HintRequest) -> Result<HintAnswer, ClientError> {
+        let body = serde_json::to_vec(r).map_err(|e| ClientError::Refused(e.to_string()))?;
+        let text = self.text(Self::request("/hint", Some(body))?).await?;
+        serde_json::from_str(&text).map_err(|e| self.unreachable(e))
     }
 
     /// Does something to paths; each line is handed on as it comes.

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `GET /status` | [`crate::telemetry::ProcessStatus`] as JSON |
 //! | `GET /metrics` | Prometheus text |
+//! | `POST /hint` with a [`HintRequest`] | a [`HintAnswer`] |
 //! | `POST /paths` with a [`PathsRequest`] | [`PathsLine`]s, a JSON object a line, as the work goes on |
 
 mod client;
@@ -13,6 +14,8 @@ mod server;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+
+use crate::dataset::Told;
 
 pub use client::{Client, ClientError, daemon_of, mounts};
 pub use server::{Control, serve_metrics};
@@ -33,6 +36,27 @@ pub enum PathsAction {
     Unpin,
     /// Tell what is cached.
     List,
+}
+
+/// An order in which files will be read, so that they are there before.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct HintRequest {
+    /// Mountpoint.
+    pub mountpoint: PathBuf,
+    /// Who tells: an order replaces the one told before under this name.
+    #[serde(default)]
+    pub id: String,
+    /// Files, relative to the mountpoint.
+    pub files: Vec<String>,
+    /// Their order.
+    pub told: Told,
+}
+
+/// What became of a hint.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct HintAnswer {
+    /// How many of the files exist.
+    pub known: usize,
 }
 
 /// A request on paths of one mount.

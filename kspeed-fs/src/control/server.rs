@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::State;
+use axum::extract::{DefaultBodyLimit, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -19,7 +19,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::{PathsAction, PathsLine, PathsRequest};
+use super::{HintAnswer, HintRequest, PathsAction, PathsLine, PathsRequest};
 use crate::errno::FsError;
 use crate::mount::{Mounted, Process};
 use crate::namespace::Ino;
@@ -28,6 +28,9 @@ use crate::telemetry::prometheus;
 /// Files worked on at once: small ones wait for latency, not for bandwidth.
 const PARALLEL_FILES: usize = 48;
 const PROGRESS_EVERY: Duration = Duration::from_millis(200);
+/// A hint of four million paths fits.
+const MAX_HINT_BYTES: usize = 512 << 20;
+const HINT_DEADLINE: Duration = Duration::from_secs(100);
 /// Lines that wait for a slow reader; then the work waits.
 const MAX_LINES: usize = 256;
 
@@ -53,6 +56,7 @@ impl Control {
             .route("/status", get(status))
             .route("/metrics", get(metrics))
             .route("/paths", post(paths))
+            .route("/hint", post(hint).layer(DefaultBodyLimit::max(MAX_HINT_BYTES)))
             .with_state(process);
         let stopped = stop.clone();
         let task = tokio::spawn(async move {
@@ -120,6 +124,25 @@ async fn paths(State(p): State<Arc<Process>>, axum::Json(r): axum::Json<PathsReq
         Some((Ok::<_, std::convert::Infallible>(text), told))
     });
     Body::from_stream(lines).into_response()
+}
+
+async fn hint(State(p): State<Arc<Process>>, axum::Json(r): axum::Json<HintRequest>) -> Response {
+    let Some(mount) = p.find(&r.mountpoint) else {
+        let text = format!("{} is not mounted by this process", r.mountpoint.display());
+        return (StatusCode::NOT_FOUND, text).into_response();
+    };
+    let Some(datasets) = mount.fs.pipeline.datasets() else {
+        let text = "this mount follows no orders: it was mounted with --predict off or sequential";
+        return (StatusCode::CONFLICT, text).into_response();
+    };
+    match tokio::time::timeout(HINT_DEADLINE, datasets.hint(&r.id, &r.files, &r.told)).await {
+        Ok(Ok(known)) => axum::Json(HintAnswer { known }).into_response(),
+        Ok(Err(e)) => (StatusCode::UNPROCESSABLE_ENTITY, e.to_string()).into_response(),
+        Err(_) => {
+            let text = "the files could not be listed in time; is the origin away?";
+            (StatusCode::GATEWAY_TIMEOUT, text).into_response()
+        }
+    }
 }
 
 struct Counts {

@@ -323,10 +323,7 @@ impl FileSystem {
     /// The directory that a directory is in.
     #[must_use]
     pub fn parent(&self, ino: Ino) -> Ino {
-        match &self.namespace {
-            Namespace::Live(l) => l.name_of(ino).map_or(ino, |(p, _)| p),
-            Namespace::Snapshot(s) => s.parent(ino).unwrap_or(ino),
-        }
+        self.namespace.parent_and_name(ino).map_or(ino, |(p, _)| p)
     }
 
     /// Target of a symbolic link.

@@ -34,6 +34,9 @@ impl FileSystem {
             Some(s) => OpenKind::Stage(s, false),
             None => OpenKind::Object(self.object(ino)?),
         };
+        if let OpenKind::Object(o) = &kind {
+            self.pipeline.on_open(ino, o);
+        }
         let keep_cache =
             matches!(kind, OpenKind::Object(_)) && !self.rewritten.lock().contains(&ino);
         let handle = self.handles.add(kind.clone());
@@ -107,13 +110,15 @@ impl FileSystem {
             }
             Readable::Object(o) => o,
         };
-        self.pipeline.on_read(self, ino, object, offset, len as u64);
-        match object.try_read(offset, len) {
+        // The reader is answered first, then what follows is thought about.
+        let served = match object.try_read(offset, len) {
             Some(hit) => self.serve(&hit, reply).inspect(|_| {
                 self.stats.inline_reads.fetch_add(1, Ordering::Relaxed);
             }),
             None => Err(reply),
-        }
+        };
+        self.pipeline.on_read(self, ino, object, offset, len as u64, served.is_ok());
+        served
     }
 
     fn serve<R, F: FnOnce(Result<&[u8], FsError>) -> R>(

@@ -102,7 +102,8 @@ impl Kind {
     }
 }
 
-/// The namespace of a mount.
+/// The namespace of a mount. Clones share it.
+#[derive(Clone)]
 pub enum Namespace {
     /// Lists as it is asked.
     Live(Arc<Live>),
@@ -169,6 +170,15 @@ impl Namespace {
         match self {
             Self::Live(l) => l.forget(ino, lookups),
             Self::Snapshot(_) => {}
+        }
+    }
+
+    /// The directory that an inode is in, and its name where that is at hand.
+    #[must_use]
+    pub fn parent_and_name(&self, ino: Ino) -> Option<(Ino, Option<Box<[u8]>>)> {
+        match self {
+            Self::Live(l) => l.name_of(ino).map(|(p, n)| (p, Some(n))),
+            Self::Snapshot(s) => s.parent(ino).ok().map(|p| (p, None)),
         }
     }
 

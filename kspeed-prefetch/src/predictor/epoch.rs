@@ -55,6 +55,8 @@ struct Order {
     asked: Vec<bool>,
     /// All before, as far as behind the reach, was asked for or skipped.
     cursor: u32,
+    /// All before was told as passed.
+    passed: u32,
     reads: u32,
     epoch: u64,
     recipe: Option<Recipe>,
@@ -75,6 +77,7 @@ impl Order {
             read: vec![false; len],
             asked: vec![false; len],
             cursor: 0,
+            passed: 0,
             reads: 0,
             epoch,
             recipe,
@@ -112,6 +115,18 @@ pub struct Ahead {
     pub sample: u32,
     /// False for beacons: their read is to reach us.
     pub push: bool,
+    /// When it will be read, on the order's clock, which counts places.
+    pub at: u64,
+}
+
+/// When a sample that was passed will be read next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Passed {
+    /// The sample.
+    pub sample: u32,
+    /// On the order's clock; none: not in this epoch, and the next one's order is
+    /// not known.
+    pub next: Option<u64>,
 }
 
 /// How a sample met an order.
@@ -142,8 +157,12 @@ pub struct Follower {
     /// Reads since the last that fitted.
     idle: u32,
     progress: VecDeque<(u64, u64)>,
+    /// Samples of an epoch that ended before they were passed.
+    left: Vec<u32>,
     /// Places before the current order's, of the epochs that ended.
     base: u64,
+    /// The place from which on it is followed.
+    from: u64,
     nats: f64,
 }
 
@@ -176,7 +195,9 @@ impl Follower {
             foreign: 0,
             idle: 0,
             progress: VecDeque::new(),
+            left: Vec::new(),
             base: 0,
+            from: 0,
             nats,
         }
     }
@@ -214,6 +235,13 @@ impl Follower {
     #[must_use]
     pub fn done(&self) -> f64 {
         f64::from(self.center()) / f64::from(self.current.len().max(1))
+    }
+
+    /// Samples that were passed since it is followed, seen or not.
+    #[must_use]
+    pub fn passed(&self) -> u64 {
+        let places = (self.base + u64::from(self.center())).saturating_sub(self.from);
+        places * u64::from(self.ranks.here()) / u64::from(self.ranks.world())
     }
 
     /// Ranks here, and in all, as far as known.
@@ -278,6 +306,7 @@ impl Follower {
                 _ => rest.push(*s),
             }
         }
+        self.from = self.center().into();
         self.advance(now_us);
         rest
     }
@@ -376,6 +405,11 @@ impl Follower {
         let Some((i, end)) = begun else { return false };
         let next = self.next.swap_remove(i);
         self.base += u64::from(self.current.len());
+        // What the epoch left out counts from the new one on.
+        let rest = self.current.passed as usize;
+        let ranks = &self.ranks;
+        let ours = self.current.samples.iter().enumerate().skip(rest);
+        self.left.extend(ours.filter(|(p, _)| ranks.has(*p as u32)).map(|(_, s)| *s));
         self.heirs.clear();
         self.next.clear();
         self.recent.clear();
@@ -438,16 +472,53 @@ impl Follower {
         let horizon = center.saturating_add(spread).saturating_add((bytes / place_bytes) as u32);
         let mut out = Vec::new();
         let from = center.saturating_sub(self.reach());
-        bring(&mut self.current, &self.ranks, from..horizon, &mut out);
+        bring(&mut self.current, &self.ranks, from..horizon, self.base, &mut out);
         let over = horizon.saturating_sub(self.current.len());
         if over > 0 {
             // Half a window into the next epoch: it may not come.
             self.prepare_next();
+            let base = self.base + u64::from(self.current.len());
             if let Some(next) = self.next.first_mut() {
-                bring(next, &self.ranks, 0..over.div_ceil(2), &mut out);
+                bring(next, &self.ranks, 0..over.div_ceil(2), base, &mut out);
             }
         }
         out
+    }
+
+    /// The samples that were passed since this was asked last.
+    pub fn passed_since(&mut self) -> Vec<Passed> {
+        let mut out: Vec<Passed> = std::mem::take(&mut self.left)
+            .into_iter()
+            .map(|sample| Passed { sample, next: self.when(sample) })
+            .collect();
+        let end = self.center().saturating_sub(self.spread()).min(self.current.len());
+        if end <= self.current.passed {
+            return out;
+        }
+        self.prepare_next();
+        let start = self.base + u64::from(self.current.len());
+        let next = self.next.first();
+        for p in self.current.passed..end {
+            if self.ranks.has(p) {
+                let sample = self.current.samples[p as usize];
+                let place = next.and_then(|o| o.place(sample));
+                out.push(Passed { sample, next: place.map(|p| start + u64::from(p)) });
+            }
+        }
+        self.current.passed = end;
+        out
+    }
+
+    /// When a sample will be read next, on the order's clock.
+    #[must_use]
+    pub fn when(&self, sample: u32) -> Option<u64> {
+        self.next_use(sample).map(|d| self.now() + d)
+    }
+
+    /// The order's clock.
+    #[must_use]
+    pub fn now(&self) -> u64 {
+        self.base + u64::from(self.center())
     }
 
     /// How many reads from now a sample is wanted again; none: not known.
@@ -477,15 +548,30 @@ fn ordered(n: u32, view: Option<&[u32]>, recipe: Recipe, epoch: u64) -> Option<O
 }
 
 /// Asks for what is neither read nor asked for of these places.
-fn bring(o: &mut Order, ranks: &Ranks, places: std::ops::Range<u32>, out: &mut Vec<Ahead>) {
+fn bring(
+    o: &mut Order,
+    ranks: &Ranks,
+    places: std::ops::Range<u32>,
+    base: u64,
+    out: &mut Vec<Ahead>,
+) {
     let end = places.end.min(o.len());
     for p in places.start.max(o.cursor)..end {
         let i = p as usize;
         if !o.asked[i] && !o.read[i] && ranks.has(p) {
             o.asked[i] = true;
-            let push = !(p / ranks.world()).is_multiple_of(BEACON_EVERY);
-            out.push(Ahead { sample: o.samples[i], push });
+            let push = !is_beacon(p);
+            out.push(Ahead { sample: o.samples[i], push, at: base + u64::from(p) });
         }
     }
     o.cursor = o.cursor.max(end);
+}
+
+/// Scattered without a pattern, which would be taken for that of ranks: a place's
+/// hash (MurmurHash3's finalizer).
+fn is_beacon(place: u32) -> bool {
+    let mut h = place;
+    h = (h ^ (h >> 16)).wrapping_mul(0x85eb_ca6b);
+    h = (h ^ (h >> 13)).wrapping_mul(0xc2b2_ae35);
+    (h ^ (h >> 16)).is_multiple_of(BEACON_EVERY)
 }

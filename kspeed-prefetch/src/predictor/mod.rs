@@ -4,5 +4,5 @@ mod epoch;
 mod ranks;
 mod streams;
 
-pub use epoch::{Ahead, Follower, Met};
+pub use epoch::{Ahead, Follower, Met, Passed};
 pub use streams::{Mode, Streams, Window};

@@ -11,9 +11,14 @@
 
 /// Streams followed at once on one line; the least recently used is replaced.
 const MAX_STREAMS: usize = 32;
-/// Accesses that continue a stream before it is believed. One is the first
-/// continuation; a file read from its first byte is believed at once.
-const BELIEVED_AFTER: u32 = 1;
+/// Log-likelihood, in nats, of a stream against random accesses, from which it
+/// is believed: so much, or that part of the logarithm of the line's length. A
+/// file read from its first byte is believed at once.
+const BELIEVED_NATS: f64 = 6.0;
+const BELIEVED_PART: f64 = 0.8;
+/// It is not believed for longer than this much evidence lasts, nor doubted.
+const MOST_NATS: f64 = 12.0;
+const LEAST_NATS: f64 = -2.0;
 
 /// How far a window may reach, in positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,8 +46,28 @@ struct Stream {
     /// Up to where was asked for already.
     asked: u64,
     window: u64,
-    continued: u32,
+    /// How much better a stream explains its accesses than chance, in nats.
+    evidence: f64,
     used: u64,
+}
+
+impl Stream {
+    /// A sequential probability ratio test (Wald, 1945): of `streams` that take
+    /// turns, this one's next access is `away` units from where it is expected
+    /// with a probability that falls as the square of that, while a random one is
+    /// anywhere on the line; and it comes after about as many others as there are
+    /// streams.
+    fn weigh(&mut self, away: f64, others: f64, length: f64, streams: f64) {
+        let near = 0.5 / ((away + 1.0) * (away + 1.0));
+        let gain = (near * length / streams).ln().max(-1.0);
+        let cost = others / (2.0 * streams);
+        self.evidence = (self.evidence + gain - cost).clamp(LEAST_NATS, MOST_NATS);
+    }
+}
+
+/// The evidence from which a stream is believed.
+fn believed(length: f64) -> f64 {
+    BELIEVED_NATS.min(length.ln() * BELIEVED_PART)
 }
 
 /// The streams on one line.
@@ -83,6 +108,7 @@ impl Streams {
         mode: Mode,
     ) -> Option<(u64, u64)> {
         self.clock += 1;
+        let count = self.streams.len();
         let near = self
             .streams
             .iter_mut()
@@ -97,18 +123,22 @@ impl Streams {
             // From the first byte on is how files are read whole.
             return if start == 0 { self.extend_last(size, w) } else { None };
         };
+        let unit = (end - start).max(1);
+        let length = (size / unit).max(1) as f64;
+        let away =
+            if start <= s.asked && start >= s.next { 0 } else { s.next.abs_diff(start) / unit };
+        s.weigh(away as f64, (self.clock - s.used - 1) as f64, length, count as f64);
         s.used = self.clock;
         if end <= s.next {
             // Behind the front: a request that was overtaken. No news.
             return None;
         }
         s.next = end;
-        s.continued += 1;
         match mode {
             Mode::Grow => s.window = (s.window * 2).min(w.max),
             Mode::Shrink => s.window = (s.window / 2).max(w.min),
         }
-        if s.continued < BELIEVED_AFTER {
+        if s.evidence < believed(length) {
             return None;
         }
         Self::extend(s, size)
@@ -121,12 +151,19 @@ impl Streams {
             self.streams.swap_remove(oldest);
         }
         let window = w.min.max((end - start).saturating_mul(2)).min(w.max);
-        self.streams.push(Stream { next: end, asked: end, window, continued: 0, used: self.clock });
+        self.streams.push(Stream {
+            next: end,
+            asked: end,
+            window,
+            evidence: 0.0,
+            used: self.clock,
+        });
     }
 
     fn extend_last(&mut self, size: u64, w: Window) -> Option<(u64, u64)> {
         let s = self.streams.last_mut()?;
         s.window = s.window.min(w.max);
+        s.evidence = BELIEVED_NATS;
         Self::extend(s, size)
     }
 

@@ -18,7 +18,7 @@
 //! checksum was checked by this process, either when it was written or at the
 //! first touch after a start (I3). Small objects are checked at each read.
 //!
-//! Lock order: policy → large (files map) → a file's gate. Nothing is held
+//! Lock order: policy → sizes → expected; policy → large (files map) → a file's gate. Nothing is held
 //! across I/O but a file's gate for reading.
 
 mod large;
@@ -41,7 +41,7 @@ pub use large::{LargeFile, PassthroughFile};
 use pins::Pins;
 use small::SmallStore;
 
-use super::policy::{EvictionPolicy, Sieve};
+use super::policy::{EvictionPolicy, Expected, NextUse};
 use crate::io::FileIo;
 use crate::object::{Blocks, ObjectId, ObjectMeta};
 
@@ -50,7 +50,10 @@ const FORMAT: &str = "kspeed-cache 1\n";
 const FREE_CHECK_BYTES: u64 = 64 << 20;
 /// Eviction goes on to this many per cent of the limit, so that it runs in
 /// batches.
-const LOW_WATER_PERCENT: u64 = 97;
+const LOW_WATER_PERCENT: u64 = 99;
+/// Small objects from this size on, in bytes, go one by one when their next use is
+/// known: holes of less would free little of the pages that they are in.
+const ALONE_MIN_BYTES: u64 = 32 << 10;
 /// So many I/O errors in a row and the disk is out of service.
 const MAX_ERRORS: u32 = 3;
 
@@ -99,12 +102,14 @@ pub enum DiskError {
 }
 
 /// What eviction takes out at once.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 enum Unit {
     /// 64 blocks of a large object.
     Chunk(ObjectId, u32),
-    /// A segment of small objects.
+    /// A segment of small objects, but for those that go alone.
     Segment(u32),
+    /// A small object whose next use is known.
+    Small(ObjectId),
 }
 
 /// One cache directory.
@@ -117,6 +122,8 @@ pub struct DiskTier {
     policy: Mutex<Box<dyn EvictionPolicy<Unit>>>,
     /// Bytes by unit, as accounted.
     sizes: Mutex<HashMap<Unit, u64>>,
+    /// Next uses that are known, of what is here and of what is to come.
+    expected: Mutex<HashMap<ObjectId, Expected>>,
     used: AtomicU64,
     since_free_check: AtomicU64,
     /// What `min_free_bytes` leaves us, as last asked.
@@ -147,8 +154,9 @@ impl DiskTier {
             large,
             small,
             pins,
-            policy: Mutex::new(Box::new(Sieve::new())),
+            policy: Mutex::new(Box::new(NextUse::new())),
             sizes: Mutex::default(),
+            expected: Mutex::default(),
             used: AtomicU64::new(0),
             since_free_check: AtomicU64::new(FREE_CHECK_BYTES),
             allowed: AtomicU64::new(u64::MAX),
@@ -303,15 +311,47 @@ impl DiskTier {
     /// # Errors
     /// The disk fails or is full.
     pub fn put_small(&self, id: ObjectId, data: &[u8]) -> io::Result<()> {
-        if self.is_out_of_service() {
+        if self.is_out_of_service() || self.small.contains(id) {
             return Ok(());
         }
         let r = self.small.put(id, data);
         self.learn(&r);
         let (segment, bytes) = r?;
-        self.account(Unit::Segment(segment), bytes);
+        let alone = bytes >= ALONE_MIN_BYTES && self.expected.lock().contains_key(&id);
+        self.account(if alone { Unit::Small(id) } else { Unit::Segment(segment) }, bytes);
         self.wrote(bytes);
         Ok(())
+    }
+
+    /// When an object of so many blocks will be used next: what is used last goes
+    /// first. Remembered for when it comes.
+    pub fn expect(&self, id: ObjectId, blocks: u32, next: Expected) {
+        {
+            let mut expected = self.expected.lock();
+            match next {
+                Expected::Unknown => drop(expected.remove(&id)),
+                _ => drop(expected.insert(id, next)),
+            }
+        }
+        let mut policy = self.policy.lock();
+        let mut sizes = self.sizes.lock();
+        for chunk in 0..blocks.div_ceil(CHUNK_BLOCKS) {
+            let unit = Unit::Chunk(id, chunk);
+            if sizes.contains_key(&unit) {
+                policy.expect(&unit, next);
+            }
+        }
+        let alone = Unit::Small(id);
+        if !sizes.contains_key(&alone) {
+            // It leaves its segment's account for one of its own.
+            let Some((segment, bytes)) = self.small.place(id) else { return };
+            let packed = sizes.get_mut(&Unit::Segment(segment)).filter(|n| **n >= bytes);
+            let Some(packed) = packed.filter(|_| bytes >= ALONE_MIN_BYTES) else { return };
+            *packed -= bytes;
+            sizes.insert(alone, bytes);
+            policy.insert(alone);
+        }
+        policy.expect(&alone, next);
     }
 
     /// Spares an object from eviction, or no longer.
@@ -332,20 +372,27 @@ impl DiskTier {
     /// open by passthrough stays readable for it.
     pub fn forget(&self, id: ObjectId) {
         let _ = self.pins.set(id, false);
-        self.small.forget(id);
         let mut freed = 0;
         {
             let mut policy = self.policy.lock();
             let mut sizes = self.sizes.lock();
             sizes.retain(|u, n| match u {
-                Unit::Chunk(i, _) if *i == id => {
+                Unit::Chunk(i, _) | Unit::Small(i) if *i == id => {
                     policy.remove(u);
                     freed += *n;
                     false
                 }
                 _ => true,
             });
+            if let Some((segment, bytes)) = self.small.place(id)
+                && freed == 0
+                && let Some(n) = sizes.get_mut(&Unit::Segment(segment)).filter(|n| **n >= bytes)
+            {
+                *n -= bytes;
+                freed = bytes;
+            }
         }
+        self.small.drop_object(id, None);
         self.used.fetch_sub(freed, Ordering::Relaxed);
         self.large.remove(id);
     }
@@ -368,6 +415,11 @@ impl DiskTier {
             0
         });
         *n += bytes;
+        if let Unit::Chunk(id, _) | Unit::Small(id) = unit
+            && let Some(next) = self.expected.lock().get(&id)
+        {
+            policy.expect(&unit, *next);
+        }
         self.used.fetch_add(bytes, Ordering::Relaxed);
     }
 
@@ -403,6 +455,7 @@ impl DiskTier {
         while self.used_bytes() > target {
             let mut may_go = |u: &Unit| match u {
                 Unit::Chunk(id, _) => !self.pins.contains(*id) && !self.large.is_open_through(*id),
+                Unit::Small(id) => !self.pins.contains(*id),
                 Unit::Segment(s) => {
                     !self.small.is_active(*s) && !self.small.holds_any(*s, &self.pins)
                 }
@@ -425,7 +478,11 @@ impl DiskTier {
                         self.large.drop_chunk(id, chunk);
                     }
                 }
-                Unit::Segment(s) => self.small.drop_segment(s),
+                Unit::Segment(s) => {
+                    let alone = |id| self.sizes.lock().contains_key(&Unit::Small(id));
+                    self.small.drop_segment(s, &alone);
+                }
+                Unit::Small(id) => self.small.drop_object(id, None),
             }
             self.used.fetch_sub(bytes, Ordering::Relaxed);
             self.evicted.fetch_add(bytes, Ordering::Relaxed);

@@ -5,14 +5,14 @@
 //! record   0  magic "KSR1", u32          segment: records, 8-byte aligned
 //!          4  stored length, u32         index of a sealed segment: per record
 //!          8  raw length, u32              0  id, u128
-//!         12  flags: 1 = zstd, u32        16  offset, u32
+//!         12  flags, u32                  16  offset, u32
 //!         16  id, u128                    20  stored length, u32
 //!         32  XXH3-64 of stored bytes     then XXH3-64 of all that
 //!         40  XXH3-64 of bytes 0..40
 //!         48  stored bytes
 //! ```
-//! All little-endian. A segment is appended to until it is full, then sealed:
-//! its index is written. At a start sealed segments are loaded from their
+//! All little-endian; flags: 1 = zstd, 2 = dead, its bytes are a hole. A segment is appended to until it is full, then sealed:
+//! its index is written, and removed when a record of it dies alone. At a start sealed segments are loaded from their
 //! indices, others are scanned from record to record; a scan ends at the first
 //! header that is not whole, which is where a crash cut it.
 
@@ -25,6 +25,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use parking_lot::{Mutex, RwLock};
+use rustix::fs::FallocateFlags;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::pins::Pins;
@@ -36,6 +37,9 @@ const HEADER_BYTES: usize = 48;
 /// few files, small enough to be the unit of eviction.
 const SEGMENT_BYTES: u32 = 64 << 20;
 const FLAG_ZSTD: u32 = 1;
+const FLAG_DEAD: u32 = 2;
+/// Pages of the cache disk's file system, between which holes are punched.
+const PAGE_BYTES: u64 = 4096;
 /// Compressed bytes are kept only if they save at least an eighth.
 const COMPRESS_MIN_SAVING_DIVISOR: usize = 8;
 
@@ -131,7 +135,8 @@ impl SmallStore {
         let mut index = HashMap::new();
         let mut segments = HashMap::new();
         for n in numbers {
-            let file = Arc::new(File::open(root.join(format!("{n}.seg")))?);
+            let path = root.join(format!("{n}.seg"));
+            let file = Arc::new(File::options().read(true).write(true).open(path)?);
             let idx = root.join(format!("{n}.idx"));
             let ids = match read_index(&idx) {
                 Some(ids) => ids,
@@ -252,7 +257,23 @@ impl SmallStore {
                 .is_some_and(|s| s.ids.iter().any(|(id, ..)| pins.contains(*id)))
     }
 
-    pub(super) fn drop_segment(&self, number: u32) {
+    /// The segment of an object and the bytes that it takes there.
+    pub(super) fn place(&self, id: ObjectId) -> Option<(u32, u64)> {
+        self.index.read().get(&id).map(|p| (p.segment, u64::from(record_bytes(p.stored))))
+    }
+
+    /// Drops all of a segment but what is to be kept.
+    pub(super) fn drop_segment(&self, number: u32, keep: &dyn Fn(ObjectId) -> bool) {
+        let Some(ids) = self.segments.read().get(&number).map(|s| s.ids.clone()) else { return };
+        if !ids.iter().any(|(id, ..)| keep(*id)) {
+            return self.remove_segment(number);
+        }
+        for (id, ..) in ids.iter().filter(|(id, ..)| !keep(*id)) {
+            self.drop_object(*id, Some(number));
+        }
+    }
+
+    fn remove_segment(&self, number: u32) {
         let Some(s) = self.segments.write().remove(&number) else { return };
         let mut index = self.index.write();
         for (id, ..) in &s.ids {
@@ -263,6 +284,35 @@ impl SmallStore {
         drop(index);
         let _ = fs::remove_file(self.root.join(format!("{number}.idx")));
         let _ = fs::remove_file(self.root.join(format!("{number}.seg")));
+    }
+
+    /// Drops one object, if it is in that segment: its bytes become a hole.
+    pub(super) fn drop_object(&self, id: ObjectId, segment: Option<u32>) {
+        let place = {
+            let mut index = self.index.write();
+            match index.get(&id).copied() {
+                Some(p) if segment.is_none_or(|s| s == p.segment) => index.remove(&id),
+                _ => None,
+            }
+        };
+        let Some(p) = place else { return };
+        let file = {
+            let mut segments = self.segments.write();
+            let Some(s) = segments.get_mut(&p.segment) else { return };
+            s.ids.retain(|(_, offset, _)| *offset != p.offset);
+            s.bytes = s.bytes.saturating_sub(u64::from(record_bytes(p.stored)));
+            s.file.clone()
+        };
+        if self.segments.read().get(&p.segment).is_some_and(|s| s.ids.is_empty())
+            && !self.is_active(p.segment)
+        {
+            return self.remove_segment(p.segment);
+        }
+        // A start must not believe the index of a sealed segment any longer.
+        let _ = fs::remove_file(self.root.join(format!("{}.idx", p.segment)));
+        if let Err(e) = bury(&file, id, p) {
+            tracing::warn!(segment = p.segment, error = %e, "no hole could be punched");
+        }
     }
 }
 
@@ -285,7 +335,11 @@ fn read_record(file: &File, id: ObjectId, place: Place) -> io::Result<Option<Byt
     }
     let Some(h) = Header::decode(&buf) else { return Ok(None) };
     let stored = &buf[HEADER_BYTES..];
-    if h.id != id || h.stored != place.stored || h.sum != xxh3_64(stored) {
+    if h.flags & FLAG_DEAD != 0
+        || h.id != id
+        || h.stored != place.stored
+        || h.sum != xxh3_64(stored)
+    {
         return Ok(None);
     }
     if h.flags & FLAG_ZSTD == 0 {
@@ -293,6 +347,20 @@ fn read_record(file: &File, id: ObjectId, place: Place) -> io::Result<Option<Byt
     }
     let raw = zstd::bulk::decompress(stored, h.raw as usize).ok();
     Ok(raw.filter(|r| r.len() == h.raw as usize).map(Bytes::from))
+}
+
+/// Marks a record dead, and frees the pages of its bytes.
+fn bury(file: &File, id: ObjectId, p: Place) -> io::Result<()> {
+    let header = Header { stored: p.stored, raw: 0, flags: FLAG_DEAD, id, sum: 0 };
+    file.write_all_at(&header.encode(), u64::from(p.offset))?;
+    let bytes = u64::from(p.offset) + HEADER_BYTES as u64;
+    let start = bytes.next_multiple_of(PAGE_BYTES);
+    let end = (bytes + u64::from(p.stored)) / PAGE_BYTES * PAGE_BYTES;
+    if end > start {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(file, flags, start, end - start)?;
+    }
+    Ok(())
 }
 
 fn scan(file: &File) -> Vec<(ObjectId, u32, u32)> {
@@ -305,7 +373,9 @@ fn scan(file: &File) -> Vec<(ObjectId, u32, u32)> {
         if at + HEADER_BYTES as u64 + u64::from(header.stored) > size {
             break;
         }
-        found.push((header.id, at as u32, header.stored));
+        if header.flags & FLAG_DEAD == 0 {
+            found.push((header.id, at as u32, header.stored));
+        }
         at += u64::from(record_bytes(header.stored));
     }
     found

@@ -211,7 +211,7 @@ proptest! {
     /// Random stores, restarts, evictions and reads against a model.
     #[test]
     fn what_comes_back_is_what_was_stored(
-        ops in proptest::collection::vec((0u8..8, 0u32..6, 0u32..8), 1..80),
+        ops in proptest::collection::vec((0u8..9, 0u32..6, 0u32..8), 1..80),
         compress in proptest::bool::ANY,
     ) {
         let rt = tokio::runtime::Builder::new_current_thread().build().expect("runtime");
@@ -225,6 +225,7 @@ proptest! {
         let size = 8 * BLOCK - 100;
         for (op, n, i) in ops {
             let t = tier.as_ref().expect("open");
+            prop_assert_eq!(t.sizes.lock().values().sum::<u64>(), t.used_bytes());
             let (id, meta, b) = object(n, size);
             match op {
                 0..=2 => {
@@ -232,7 +233,8 @@ proptest! {
                     rt.block_on(t.put_block(&f, i, bytes(n, i, b.len(i)))).expect("put");
                 }
                 3 => {
-                    let data = bytes(n, i, 500 + 300 * i as usize);
+                    // An id stands for its bytes.
+                    let data = bytes(n, 0, 500 + 10_000 * n as usize);
                     t.put_small(ObjectId(u128::from(n)), &data).expect("put");
                     small.insert(n, data);
                 }
@@ -240,6 +242,15 @@ proptest! {
                 5 => {
                     drop(tier.take());
                     tier = Some(DiskTier::open(cfg.clone(), Arc::new(PlainIo)).expect("open"));
+                }
+                8 => {
+                    let next = match i {
+                        0 => Expected::Unknown,
+                        1 => Expected::Late,
+                        t => Expected::At(t.into()),
+                    };
+                    t.expect(ObjectId(u128::from(n)), 0, next);
+                    t.expect(id, b.count(), next);
                 }
                 6 => {
                     if let Some(data) = t.small(ObjectId(u128::from(n))) {

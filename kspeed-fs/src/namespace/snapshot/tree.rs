@@ -136,17 +136,30 @@ impl Snapshot {
         Ok(c.meta(&raw))
     }
 
-    /// The directory that a directory is in.
+    /// The directory that a file or directory is in.
     ///
     /// # Errors
     /// No such inode.
     pub fn parent(&self, ino: Ino) -> Result<Ino, FsError> {
-        let d = self.dir(ino)?;
+        let d = if ino != ROOT && ino & DIRECTORY == 0 {
+            let mut c = self.0.from(ino & !FILE);
+            c.advance().ok_or(FsError::NotFound)?;
+            Dir { prefix: c.key().to_vec(), first: 0 }
+        } else {
+            self.dir(ino)?
+        };
         let inner = d.prefix.strip_suffix(b"/").unwrap_or(&d.prefix);
         match inner.iter().rposition(|b| *b == b'/') {
             None => Ok(ROOT),
             Some(i) => Ok(dir_ino(self.0.lower_bound(&d.prefix[..=i]), i + 1)),
         }
+    }
+
+    /// A directory's path below the prefix.
+    #[must_use]
+    pub fn path(&self, ino: Ino) -> String {
+        let prefix = self.dir(ino).map(|d| d.prefix).unwrap_or_default();
+        String::from_utf8_lossy(&prefix).trim_end_matches('/').to_owned()
     }
 
     /// Calls `each` with the children from a position on (0: the first; else
