@@ -6,7 +6,7 @@
 mod catalog;
 mod search;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -93,6 +93,9 @@ struct Inner {
     pending: Vec<(Ino, bool)>,
     building: bool,
     builds: u32,
+    /// Directories that could not be numbered: listing them again would cost the
+    /// same and fail again.
+    failed: HashSet<Ino>,
 }
 
 /// A dataset's state, as `kspeed status` shows it.
@@ -157,7 +160,7 @@ struct Shared {
     inner: Mutex<Inner>,
     bring: mpsc::UnboundedSender<(Arc<Dataset>, Ahead)>,
     began: Instant,
-    /// A dataset is known or being recognised: the fast path is taken else.
+    /// No more directories are numbered: too many were in vain.
     off: AtomicBool,
 }
 
@@ -221,10 +224,19 @@ impl Datasets {
             if inner.recent.len() > RECENT {
                 inner.recent.pop_front();
             }
-            if inner.recent.len() < ENOUGH || self.is_sequential(&inner.recent) {
+            if inner.recent.len() < ENOUGH {
+                return;
+            }
+            if self.is_sequential(&inner.recent) {
+                // Looked at again after as many: a look costs something.
+                inner.recent.clear();
                 return;
             }
             let Some(root) = self.root_of(&inner.recent) else { return };
+            if inner.failed.contains(&root) {
+                inner.recent.clear();
+                return;
+            }
             inner.builds += 1;
             if inner.builds > MAX_BUILDS {
                 self.0.off.store(true, Ordering::Relaxed);
@@ -237,12 +249,16 @@ impl Datasets {
         };
         let this = self.clone();
         self.spawn(async move {
-            if let Err(e) = this.build(root).await {
+            let built = this.build(root).await;
+            if let Err(e) = &built {
                 tracing::info!(error = %e, "a shuffled dataset is not followed");
             }
             let pending = {
                 let mut inner = this.0.inner.lock();
                 inner.building = false;
+                if built.is_err() {
+                    inner.failed.insert(root);
+                }
                 std::mem::take(&mut inner.pending)
             };
             for (ino, ready) in pending {
