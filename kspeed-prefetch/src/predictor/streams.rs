@@ -14,7 +14,7 @@ const MAX_STREAMS: usize = 32;
 /// Log-likelihood, in nats, of a stream against random accesses, from which it
 /// is believed: so much, or that part of the logarithm of the line's length. A
 /// file read from its first byte is believed at once.
-const BELIEVED_NATS: f64 = 6.0;
+const BELIEVED_NATS: f64 = 7.0;
 const BELIEVED_PART: f64 = 0.8;
 /// It is not believed for longer than this much evidence lasts, nor doubted.
 const MOST_NATS: f64 = 12.0;
@@ -29,6 +29,9 @@ pub struct Window {
     pub max: u64,
     /// An access that far from the expected position still continues.
     pub slack: u64,
+    /// A first access at position 0 is believed at once: so files are read whole.
+    /// The first file of a directory is one of many for a random reader too.
+    pub from_first: bool,
 }
 
 /// Whether the window may grow.
@@ -56,9 +59,12 @@ impl Stream {
     /// turns, this one's next access is `away` units from where it is expected
     /// with a probability that falls as the square of that, while a random one is
     /// anywhere on the line; and it comes after about as many others as there are
-    /// streams.
-    fn weigh(&mut self, away: f64, others: f64, length: f64, streams: f64) {
+    /// streams. Within the `ahead` units that were asked for (and are pushed, so
+    /// that only some of their reads are seen) it may be anywhere: that explains
+    /// little where it is most of the line.
+    fn weigh(&mut self, away: f64, ahead: Option<f64>, others: f64, length: f64, streams: f64) {
         let near = 0.5 / ((away + 1.0) * (away + 1.0));
+        let near = ahead.map_or(near, |a| near.max(0.25 / (a + 1.0)));
         let gain = (near * length / streams).ln().max(-1.0);
         let cost = others / (2.0 * streams);
         self.evidence = (self.evidence + gain - cost).clamp(LEAST_NATS, MOST_NATS);
@@ -120,14 +126,13 @@ impl Streams {
             .min_by_key(|s| s.next.abs_diff(start));
         let Some(s) = near else {
             self.begin(start, end, w);
-            // From the first byte on is how files are read whole.
-            return if start == 0 { self.extend_last(size, w) } else { None };
+            return if start == 0 && w.from_first { self.extend_last(size, w) } else { None };
         };
         let unit = (end - start).max(1);
         let length = (size / unit).max(1) as f64;
-        let away =
-            if start <= s.asked && start >= s.next { 0 } else { s.next.abs_diff(start) / unit };
-        s.weigh(away as f64, (self.clock - s.used - 1) as f64, length, count as f64);
+        let away = (s.next.abs_diff(start) / unit) as f64;
+        let ahead = (s.next..=s.asked).contains(&start).then(|| ((s.asked - s.next) / unit) as f64);
+        s.weigh(away, ahead, (self.clock - s.used - 1) as f64, length, count as f64);
         s.used = self.clock;
         if end <= s.next {
             // Behind the front: a request that was overtaken. No news.
@@ -184,7 +189,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const W: Window = Window { min: 8, max: 64, slack: 4 };
+    const W: Window = Window { min: 8, max: 64, slack: 4, from_first: true };
 
     fn run(
         s: &mut Streams,
