@@ -7,6 +7,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use xxhash_rust::xxh3::Xxh3;
 
 /// Default block: the unit of the bitmap, of checksums and of waiting, in bytes.
@@ -73,6 +74,34 @@ impl fmt::Debug for Key {
     }
 }
 
+/// Keys are written as text with all but printable ASCII, and `%`, as `%XX`.
+impl Serialize for Key {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_str(&percent_encoding::percent_encode(self.as_bytes(), ESCAPED))
+    }
+}
+
+impl<'de> Deserialize<'de> for Key {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(d)?;
+        Ok(percent_encoding::percent_decode_str(&text).collect::<Vec<u8>>().into())
+    }
+}
+
+const ESCAPED: &percent_encoding::AsciiSet = &percent_encoding::CONTROLS.add(b'%');
+
+impl Serialize for Version {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.serialize_str(self.as_str())
+    }
+}
+
+impl<'de> Deserialize<'de> for Version {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        String::deserialize(d).map(Into::into)
+    }
+}
+
 /// What tells two contents of one key apart: the ETag without quotes, or
 /// inode, mtime and size for a directory origin.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -105,7 +134,7 @@ impl fmt::Display for Version {
 }
 
 /// What kind of thing a key names.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum ObjectKind {
     /// Bytes.
     File,
@@ -114,7 +143,7 @@ pub enum ObjectKind {
 }
 
 /// What a listing tells of an object.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ObjectMeta {
     /// Key relative to the origin's prefix.
     pub key: Key,

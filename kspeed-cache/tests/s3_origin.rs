@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kspeed_cache::origin::{
-    Limit, Origin, OriginError, PutBody, Retry, RetryPolicy, S3Config, S3Origin, collect,
-    conformance,
+    Limit, Origin, OriginError, PutBody, PutOptions, Retry, RetryPolicy, S3Config, S3Origin,
+    collect, conformance,
 };
 use kspeed_s3_server::{FaultKind, Options, Server};
 
@@ -122,8 +122,10 @@ fn f7_a_hanging_store_ends_by_the_deadline() {
             ..S3Config::default()
         })
         .await;
-        let meta =
-            o.put(&"k".into(), PutBody::Bytes(Bytes::from_static(b"abc"))).await.expect("put");
+        let meta = o
+            .put(&"k".into(), PutBody::Bytes(Bytes::from_static(b"abc")), &PutOptions::default())
+            .await
+            .expect("put");
         s.faults().every(1, FaultKind::Hang);
         let t = std::time::Instant::now();
         let e = o.head(&"k".into()).await.expect_err("hangs");
@@ -157,13 +159,16 @@ fn f3_expired_credentials_are_read_again() {
         }
         let o = patient(Arc::new(origin(&s, "").await));
         let data: Bytes = vec![5u8; 3_000_000].into();
-        let meta = o.put(&"k".into(), PutBody::Bytes(data.clone())).await.expect("put");
+        let meta = o
+            .put(&"k".into(), PutBody::Bytes(data.clone()), &PutOptions::default())
+            .await
+            .expect("put");
         write("kspeed2", "other");
         s.rotate_credentials("kspeed2", "other");
         assert!(
             collect(o.get(&meta, 0..3_000_000).await.expect("get")).await.expect("body") == data
         );
-        assert!(o.put(&"k2".into(), PutBody::Bytes(data)).await.is_ok());
+        assert!(o.put(&"k2".into(), PutBody::Bytes(data), &PutOptions::default()).await.is_ok());
     });
 }
 
@@ -201,7 +206,7 @@ fn w14_multipart_sizes_come_back() {
             let data: Bytes = (0..len).map(|i| (i * 7 % 253) as u8).collect::<Vec<_>>().into();
             std::fs::write(&path, &data).expect("write");
             let body = PutBody::File { path, len: len as u64 };
-            let meta = o.put(&"k".into(), body).await.expect("put");
+            let meta = o.put(&"k".into(), body, &PutOptions::default()).await.expect("put");
             assert_eq!(meta.size, len as u64);
             assert!(s.store().read("bucket", "k").expect("stored") == data, "{len}");
         }

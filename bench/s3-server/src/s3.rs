@@ -36,6 +36,19 @@ fn matches(condition: &ETagCondition, etag: &str) -> bool {
     }
 }
 
+fn may_put(
+    old: Option<&Stored>,
+    if_match: Option<&ETagCondition>,
+    if_none_match: Option<&ETagCondition>,
+) -> bool {
+    match (if_match, if_none_match, old) {
+        (Some(c), _, Some(o)) => matches(c, &o.etag),
+        (Some(_), _, None) => false,
+        (_, Some(c), Some(o)) => !matches(c, &o.etag),
+        _ => true,
+    }
+}
+
 impl Api {
     fn find(&self, bucket: &str, key: &str) -> S3Result<Arc<Stored>> {
         if !self.0.has_bucket(bucket) {
@@ -58,13 +71,11 @@ impl Api {
             return Err(s3_error!(KeyTooLongError));
         }
         let old = self.0.get(bucket, key);
-        let fails = match (if_match, if_none_match, &old) {
-            (Some(c), _, Some(o)) => !matches(c, &o.etag),
-            (Some(_), _, None) => true,
-            (_, Some(c), Some(o)) => matches(c, &o.etag),
-            _ => false,
-        };
-        if fails { Err(s3_error!(PreconditionFailed)) } else { Ok(()) }
+        if may_put(old.as_deref(), if_match, if_none_match) {
+            Ok(())
+        } else {
+            Err(s3_error!(PreconditionFailed))
+        }
     }
 
     fn parts(&self, bucket: &str, upload: &str) -> S3Result<PathBuf> {
@@ -145,6 +156,7 @@ impl S3 for Api {
             content_length: Some(o.size as i64),
             e_tag: Some(ETag::Strong(o.etag.clone())),
             last_modified: Some(o.modified.into()),
+            metadata: o.metadata.clone(),
             ..HeadObjectOutput::default()
         }))
     }
@@ -229,7 +241,10 @@ impl S3 for Api {
             let _ = fs::remove_file(&temp);
             return Err(s3_error!(IncompleteBody));
         }
-        let o = self.0.put_file(&i.bucket, &i.key, &temp).map_err(internal)?;
+        // Again, and with no time for others between look and leap.
+        let may = |o: Option<&Stored>| may_put(o, i.if_match.as_ref(), i.if_none_match.as_ref());
+        let o = self.0.put_file(&i.bucket, &i.key, &temp, i.metadata, &may).map_err(internal)?;
+        let o = o.ok_or_else(|| s3_error!(PreconditionFailed))?;
         Ok(S3Response::new(PutObjectOutput {
             e_tag: Some(ETag::Strong(o.etag.clone())),
             ..PutObjectOutput::default()
@@ -251,7 +266,13 @@ impl S3 for Api {
         self.check_put(&i.bucket, &i.key, None, None)?;
         let temp = self.0.temp(&i.bucket).map_err(internal)?;
         fs::write(&temp, from.bytes(0, from.size).map_err(internal)?).map_err(internal)?;
-        let o = self.0.put_file(&i.bucket, &i.key, &temp).map_err(internal)?;
+        let replace = i.metadata_directive.as_ref().is_some_and(|d| d.as_str() == "REPLACE");
+        if !replace && *bucket.as_ref() == *i.bucket && *key.as_ref() == *i.key {
+            return Err(s3_error!(InvalidRequest));
+        }
+        let metadata = if replace { i.metadata } else { from.metadata.clone() };
+        let o = self.0.put_file(&i.bucket, &i.key, &temp, metadata, &|_| true).map_err(internal)?;
+        let o = o.ok_or_else(|| s3_error!(PreconditionFailed))?;
         Ok(S3Response::new(CopyObjectOutput {
             copy_object_result: Some(CopyObjectResult {
                 e_tag: Some(ETag::Strong(o.etag.clone())),
@@ -280,7 +301,12 @@ impl S3 for Api {
         let salt = self.0.temp(&i.bucket).map_err(internal)?;
         let name = salt.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         let id = format!("{now:x}-{}", name.rsplit('-').next().unwrap_or("0"));
-        fs::create_dir_all(self.parts(&i.bucket, &id)?).map_err(internal)?;
+        let dir = self.parts(&i.bucket, &id)?;
+        fs::create_dir_all(&dir).map_err(internal)?;
+        if let Some(m) = &i.metadata {
+            let text = serde_json::to_vec(m).map_err(|e| internal(e.into()))?;
+            fs::write(dir.join("metadata"), text).map_err(internal)?;
+        }
         Ok(S3Response::new(CreateMultipartUploadOutput {
             bucket: Some(i.bucket),
             key: Some(i.key),
@@ -344,7 +370,11 @@ impl S3 for Api {
             Ok(())
         };
         join().inspect_err(|_| drop(fs::remove_file(&temp)))?;
-        let o = self.0.put_file(&i.bucket, &i.key, &temp).map_err(internal)?;
+        let metadata = fs::read(dir.join("metadata")).ok();
+        let metadata = metadata.and_then(|m| serde_json::from_slice(&m).ok());
+        let may = |o: Option<&Stored>| may_put(o, i.if_match.as_ref(), i.if_none_match.as_ref());
+        let o = self.0.put_file(&i.bucket, &i.key, &temp, metadata, &may).map_err(internal)?;
+        let o = o.ok_or_else(|| s3_error!(PreconditionFailed))?;
         let _ = fs::remove_dir_all(&dir);
         Ok(S3Response::new(CompleteMultipartUploadOutput {
             bucket: Some(i.bucket),

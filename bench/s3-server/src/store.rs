@@ -5,7 +5,7 @@
 //! object beside a prefix of its name) go to `.kspeed-s3d/` under the bucket,
 //! named by a hash, with the key in a file beside.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::ops::Bound;
@@ -31,11 +31,13 @@ pub(crate) struct Object {
     pub(crate) size: u64,
     pub(crate) modified: SystemTime,
     pub(crate) etag: String,
+    /// User metadata; not kept over a restart.
+    pub(crate) metadata: Metadata,
     map: Mutex<Option<Bytes>>,
 }
 
 impl Object {
-    fn look(path: PathBuf) -> io::Result<Self> {
+    fn look(path: PathBuf, metadata: Metadata) -> io::Result<Self> {
         let m = fs::metadata(&path)?;
         let tag = format!("{}-{}-{}-{}", m.ino(), m.size(), m.mtime(), m.mtime_nsec());
         Ok(Self {
@@ -43,6 +45,7 @@ impl Object {
             size: m.size(),
             modified: m.modified()?,
             etag: format!("{:032x}", xxh3_128(tag.as_bytes())),
+            metadata,
             map: Mutex::new(None),
         })
     }
@@ -64,6 +67,9 @@ impl Object {
         Ok(buf.into())
     }
 }
+
+/// User metadata of an object: names without their prefix.
+pub type Metadata = Option<HashMap<String, String>>;
 
 type Bucket = BTreeMap<String, Arc<Object>>;
 
@@ -126,7 +132,8 @@ impl Store {
         self.create_bucket(bucket)?;
         let temp = self.temp(bucket)?;
         fs::write(&temp, data)?;
-        self.put_file(bucket, key, &temp).map(drop)
+        self.put_file(bucket, key, &temp, None, &|_| true)?.ok_or(io::ErrorKind::AlreadyExists)?;
+        Ok(())
     }
 
     /// Stores many empty-bodied keys at once, for listings: all share one file.
@@ -137,7 +144,7 @@ impl Store {
         self.create_bucket(bucket)?;
         let path = self.temp(bucket)?;
         fs::write(&path, b"")?;
-        let object = Arc::new(Object::look(path)?);
+        let object = Arc::new(Object::look(path, None)?);
         let mut buckets = self.buckets.write();
         let b = buckets.entry(bucket.to_owned()).or_default();
         b.extend(keys.map(|k| (k, object.clone())));
@@ -182,10 +189,39 @@ impl Store {
         Ok(dir.join(format!("tmp-{}-{n}", std::process::id())))
     }
 
-    /// Makes a finished file the object of a key.
-    pub(crate) fn put_file(&self, bucket: &str, key: &str, temp: &Path) -> io::Result<Arc<Object>> {
+    /// An object's user metadata.
+    #[must_use]
+    pub fn metadata(&self, bucket: &str, key: &str) -> Metadata {
+        self.get(bucket, key)?.metadata.clone()
+    }
+
+    /// Uploads in parts that were begun and neither completed nor aborted.
+    #[must_use]
+    pub fn uploads(&self, bucket: &str) -> usize {
+        let dir = fs::read_dir(self.root.join(bucket).join(PRIVATE));
+        dir.map_or(0, |d| {
+            d.flatten()
+                .filter(|e| e.file_name().to_string_lossy().starts_with("tmp-upload-"))
+                .count()
+        })
+    }
+
+    /// Makes a finished file the object of a key; none if what is there is not
+    /// as `may` wants it.
+    pub(crate) fn put_file(
+        &self,
+        bucket: &str,
+        key: &str,
+        temp: &Path,
+        metadata: Metadata,
+        may: &dyn Fn(Option<&Object>) -> bool,
+    ) -> io::Result<Option<Arc<Object>>> {
         let mut buckets = self.buckets.write();
         let b = buckets.get_mut(bucket).ok_or(io::ErrorKind::NotFound)?;
+        if !may(b.get(key).map(|o| &**o)) {
+            let _ = fs::remove_file(temp);
+            return Ok(None);
+        }
         let dir = self.root.join(bucket);
         let path = match b.get(key) {
             Some(old) => old.path.clone(),
@@ -197,9 +233,9 @@ impl Store {
             File::create(path.with_extension("key"))?.write_all(key.as_bytes())?;
         }
         fs::rename(temp, &path)?;
-        let o = Arc::new(Object::look(path)?);
+        let o = Arc::new(Object::look(path, metadata)?);
         b.insert(key.to_owned(), o.clone());
-        Ok(o)
+        Ok(Some(o))
     }
 
     pub(crate) fn list(
@@ -283,7 +319,7 @@ fn scan(dir: &Path, prefix: &str, into: &mut Bucket) -> io::Result<()> {
         } else if e.file_type()?.is_dir() {
             scan(&e.path(), &format!("{prefix}{name}/"), into)?;
         } else {
-            into.insert(format!("{prefix}{name}"), Arc::new(Object::look(e.path())?));
+            into.insert(format!("{prefix}{name}"), Arc::new(Object::look(e.path(), None)?));
         }
     }
     Ok(())
@@ -294,7 +330,7 @@ fn scan_private(dir: &Path, into: &mut Bucket) -> io::Result<()> {
         let path = e?.path();
         if path.extension().is_some_and(|x| x == "key") {
             let key = fs::read_to_string(&path)?;
-            if let Ok(o) = Object::look(path.with_extension("")) {
+            if let Ok(o) = Object::look(path.with_extension(""), None) {
                 into.insert(key, Arc::new(o));
             }
         } else if path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("tmp-")) {

@@ -8,7 +8,7 @@ use rand::Rng;
 
 use super::*;
 use crate::io::PlainIo;
-use crate::origin::{Fault, FaultKind, FaultPlan, MemoryOrigin, PutBody};
+use crate::origin::{Fault, FaultKind, FaultPlan, MemoryOrigin, PutBody, PutOptions};
 
 const MIB: u64 = 1 << 20;
 
@@ -43,7 +43,7 @@ fn pattern(len: usize, salt: u32) -> Bytes {
 }
 
 async fn stored(o: &MemoryOrigin, key: &str, data: &Bytes) -> ObjectMeta {
-    o.put(&key.into(), PutBody::Bytes(data.clone())).await.expect("put")
+    o.put(&key.into(), PutBody::Bytes(data.clone()), &PutOptions::default()).await.expect("put")
 }
 
 async fn read(o: &Arc<CachedObject>, at: u64, len: usize) -> Bytes {

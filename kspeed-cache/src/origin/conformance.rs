@@ -11,7 +11,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::StreamExt;
 
-use super::{ListPage, ListRequest, Origin, OriginError, PutBody, collect};
+use super::{
+    Attributes, Condition, ListPage, ListRequest, Origin, OriginError, PutBody, PutOptions, collect,
+};
 use crate::object::{Key, ObjectMeta};
 
 /// Where origins rightly differ.
@@ -22,6 +24,8 @@ pub struct Traits {
     pub directories: bool,
     /// The server's HTTP routing knows no control characters in keys (moto).
     pub no_control_characters: bool,
+    /// The server takes no If-Match or If-None-Match with a PUT.
+    pub no_conditional_puts: bool,
 }
 
 /// Runs the whole suite on an object store.
@@ -37,6 +41,9 @@ pub async fn run_on(o: Arc<dyn Origin>, traits: Traits) {
     listings_are_complete(&*o, &base, traits).await;
     odd_names(&*o, &base, traits).await;
     absent_things(&*o, &base).await;
+    if !traits.no_conditional_puts {
+        conditions_hold(&*o, &base).await;
+    }
     clean(&*o, &base).await;
 }
 
@@ -49,7 +56,9 @@ fn pattern(len: usize, salt: u8) -> Bytes {
 }
 
 async fn put(o: &dyn Origin, k: &Key, b: Bytes) -> ObjectMeta {
-    o.put(k, PutBody::Bytes(b)).await.unwrap_or_else(|e| panic!("put {k}: {e}"))
+    o.put(k, PutBody::Bytes(b), &PutOptions::default())
+        .await
+        .unwrap_or_else(|e| panic!("put {k}: {e}"))
 }
 
 /// Follows all pages of a listing.
@@ -92,9 +101,55 @@ async fn bytes_come_back(o: &dyn Origin, base: &str) {
         assert!(o.get(&meta, n - 1..n + 1).await.is_err(), "a range past the end is refused");
     }
     let from = o.head(&key(base, "bytes/4096")).await.unwrap_or_else(|e| panic!("head: {e}"));
-    let copied = o.copy(&from, &key(base, "copy")).await.unwrap_or_else(|e| panic!("copy: {e}"));
+    let copied = o
+        .copy(&from, &key(base, "copy"), &Attributes::default())
+        .await
+        .unwrap_or_else(|e| panic!("copy: {e}"));
     let got = collect(o.get(&copied, 0..4096).await.unwrap_or_else(|e| panic!("get: {e}"))).await;
     assert_eq!(got.unwrap_or_else(|e| panic!("body: {e}")), pattern(4096, 0));
+}
+
+/// A put whose condition does not hold changes nothing, unless what is in its
+/// way is its own.
+async fn conditions_hold(o: &dyn Origin, base: &str) {
+    let k = key(base, "conditional");
+    let tried = async |n: u8, condition: Condition, token: &str| {
+        let how = PutOptions { condition, token: Some(token.into()), ..PutOptions::default() };
+        // Of one size, so that only conditions and tokens can tell them apart.
+        o.put(&k, PutBody::Bytes(pattern(1000, n)), &how).await
+    };
+    let first =
+        tried(1, Condition::Absent, "one").await.unwrap_or_else(|e| panic!("new object: {e}"));
+    let again = tried(1, Condition::Absent, "one").await;
+    let again = again.unwrap_or_else(|e| panic!("its own object is in its way: {e}"));
+    assert_eq!(again.version, first.version);
+    let refused = |r: Result<ObjectMeta, OriginError>| match r {
+        Err(OriginError::Changed { .. } | OriginError::NotFound { .. }) => {}
+        r => panic!("a condition that does not hold: {r:?}"),
+    };
+    refused(tried(2, Condition::Absent, "two").await);
+    let second = tried(3, Condition::Version(first.version.clone()), "three").await;
+    let second = second.unwrap_or_else(|e| panic!("the version is there: {e}"));
+    refused(tried(4, Condition::Version(first.version), "four").await);
+    let got = o.get(&second, 0..1000).await.unwrap_or_else(|e| panic!("get: {e}"));
+    assert_eq!(collect(got).await.unwrap_or_else(|e| panic!("body: {e}")), pattern(1000, 3));
+    o.delete(&k).await.unwrap_or_else(|e| panic!("delete: {e}"));
+    refused(tried(5, Condition::Version(second.version), "five").await);
+    // Attributes are kept, or are none of the origin's business.
+    let how = PutOptions {
+        attributes: Attributes {
+            mode: Some(0o640),
+            mtime_ns: Some(1_500_000_000_000_000_000),
+            ..Attributes::default()
+        },
+        ..PutOptions::default()
+    };
+    let m = o.put(&k, PutBody::Bytes(pattern(10, 0)), &how).await;
+    let m = m.unwrap_or_else(|e| panic!("attributes: {e}"));
+    assert!(m.mode.is_none_or(|m| m == 0o640));
+    let how = Attributes { mode: Some(0o600), ..Attributes::default() };
+    let m = o.copy(&m, &k, &how).await.unwrap_or_else(|e| panic!("copy onto itself: {e}"));
+    assert!(m.mode.is_none_or(|m| m == 0o600));
 }
 
 async fn versions_hold(o: &dyn Origin, base: &str) {

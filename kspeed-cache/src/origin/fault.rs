@@ -8,7 +8,9 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::{StreamExt, stream};
 
-use super::{ListPage, ListRequest, ObjectBody, Origin, OriginError, PutBody};
+use super::{
+    Attributes, ListPage, ListRequest, ObjectBody, Origin, OriginError, PutBody, PutOptions,
+};
 use crate::object::{Key, ObjectMeta};
 
 /// How a call fails.
@@ -122,9 +124,19 @@ impl Origin for Fault {
         Ok(body)
     }
 
-    async fn put(&self, key: &Key, body: PutBody) -> Result<ObjectMeta, OriginError> {
+    async fn put(
+        &self,
+        key: &Key,
+        body: PutBody,
+        how: &PutOptions,
+    ) -> Result<ObjectMeta, OriginError> {
         self.strike(false).await?;
-        self.inner.put(key, body).await
+        self.inner.put(key, body, how).await
+    }
+
+    async fn abort_upload(&self, key: &Key, id: &str) -> Result<(), OriginError> {
+        self.strike(false).await?;
+        self.inner.abort_upload(key, id).await
     }
 
     async fn delete(&self, key: &Key) -> Result<(), OriginError> {
@@ -132,8 +144,13 @@ impl Origin for Fault {
         self.inner.delete(key).await
     }
 
-    async fn copy(&self, from: &ObjectMeta, to: &Key) -> Result<ObjectMeta, OriginError> {
+    async fn copy(
+        &self,
+        from: &ObjectMeta,
+        to: &Key,
+        attributes: &Attributes,
+    ) -> Result<ObjectMeta, OriginError> {
         self.strike(false).await?;
-        self.inner.copy(from, to).await
+        self.inner.copy(from, to, attributes).await
     }
 }

@@ -15,7 +15,9 @@ use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
-use super::{ListPage, ListRequest, ObjectBody, Origin, OriginError, PutBody};
+use super::{
+    Attributes, ListPage, ListRequest, ObjectBody, Origin, OriginError, PutBody, PutOptions,
+};
 use crate::object::{Key, ObjectMeta};
 
 /// Never fewer requests in flight than this, however much the store complains.
@@ -202,16 +204,30 @@ impl Origin for Limit {
         Ok(ObjectBody { stream: stream.boxed(), ..body })
     }
 
-    async fn put(&self, key: &Key, body: PutBody) -> Result<ObjectMeta, OriginError> {
-        self.slotted(self.inner.put(key, body)).await
+    async fn put(
+        &self,
+        key: &Key,
+        body: PutBody,
+        how: &PutOptions,
+    ) -> Result<ObjectMeta, OriginError> {
+        self.slotted(self.inner.put(key, body, how)).await
+    }
+
+    async fn abort_upload(&self, key: &Key, id: &str) -> Result<(), OriginError> {
+        self.slotted(self.inner.abort_upload(key, id)).await
     }
 
     async fn delete(&self, key: &Key) -> Result<(), OriginError> {
         self.slotted(self.inner.delete(key)).await
     }
 
-    async fn copy(&self, from: &ObjectMeta, to: &Key) -> Result<ObjectMeta, OriginError> {
-        self.slotted(self.inner.copy(from, to)).await
+    async fn copy(
+        &self,
+        from: &ObjectMeta,
+        to: &Key,
+        attributes: &Attributes,
+    ) -> Result<ObjectMeta, OriginError> {
+        self.slotted(self.inner.copy(from, to, attributes)).await
     }
 
     async fn reload(&self) -> Result<(), OriginError> {
@@ -238,7 +254,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn f2_slow_down_halves_the_window_and_success_opens_it() {
         let memory = Arc::new(MemoryOrigin::new("memory://t/"));
-        memory.put(&"k".into(), PutBody::Bytes(Bytes::from_static(b"x"))).await.expect("put");
+        memory
+            .put(&"k".into(), PutBody::Bytes(Bytes::from_static(b"x")), &PutOptions::default())
+            .await
+            .expect("put");
         let fault = Fault::new(memory.clone(), FaultPlan::every(1, FaultKind::Throttled));
         let l = Limit::new(Arc::new(fault), 32, None);
         for _ in 0..4 {
@@ -258,7 +277,10 @@ mod tests {
     async fn the_rate_is_kept() {
         let memory = Arc::new(MemoryOrigin::new("memory://t/"));
         let data = Bytes::from(vec![7u8; 4 << 20]);
-        let meta = memory.put(&"k".into(), PutBody::Bytes(data)).await.expect("put");
+        let meta = memory
+            .put(&"k".into(), PutBody::Bytes(data), &PutOptions::default())
+            .await
+            .expect("put");
         let l = Limit::new(memory, 8, Some(1 << 20));
         let t = Instant::now();
         let body = l.get(&meta, 0..4 << 20).await.expect("get");

@@ -10,7 +10,10 @@ use bytes::Bytes;
 use futures::{StreamExt, stream};
 use parking_lot::RwLock;
 
-use super::{ListPage, ListRequest, ObjectBody, Origin, OriginError, PutBody};
+use super::{
+    Attributes, Condition, ListPage, ListRequest, ObjectBody, Origin, OriginError, PutBody,
+    PutOptions,
+};
 use crate::object::{Key, ObjectKind, ObjectMeta, Version};
 
 const PAGE_KEYS: u32 = 1000;
@@ -21,6 +24,7 @@ struct Entry {
     data: Bytes,
     version: Version,
     mtime_ns: i64,
+    token: Option<String>,
 }
 
 /// Objects in a map.
@@ -60,12 +64,13 @@ impl MemoryOrigin {
         }
     }
 
-    fn insert(&self, key: &Key, data: Bytes) -> ObjectMeta {
+    fn insert(&self, key: &Key, data: Bytes, token: Option<String>) -> ObjectMeta {
         let tick = self.clock.fetch_add(1, Ordering::Relaxed);
         let e = Entry {
             data,
             version: format!("v{tick}").into(),
             mtime_ns: tick as i64 * 1_000_000_000,
+            token,
         };
         let meta = Self::meta(key.as_bytes(), &e);
         self.objects.write().insert(key.as_bytes().to_vec(), e);
@@ -155,7 +160,12 @@ impl Origin for MemoryOrigin {
         Ok(ObjectBody { version: e.version.clone(), size, stream: stream::iter(chunks).boxed() })
     }
 
-    async fn put(&self, key: &Key, body: PutBody) -> Result<ObjectMeta, OriginError> {
+    async fn put(
+        &self,
+        key: &Key,
+        body: PutBody,
+        how: &PutOptions,
+    ) -> Result<ObjectMeta, OriginError> {
         let data = match body {
             PutBody::Bytes(b) => b,
             PutBody::File { path, len } => {
@@ -166,7 +176,24 @@ impl Origin for MemoryOrigin {
                 data.into()
             }
         };
-        Ok(self.insert(key, data))
+        let what = format!("{}{key}", self.name);
+        {
+            let objects = self.objects.read();
+            let old = objects.get(key.as_bytes());
+            let holds = match (&how.condition, old) {
+                (Condition::Any, _) | (Condition::Absent, None) => true,
+                (Condition::Version(v), Some(o)) => o.version == *v,
+                (Condition::Absent, Some(_)) | (Condition::Version(_), None) => false,
+            };
+            if !holds {
+                let own = old.filter(|o| how.token.is_some() && o.token == how.token);
+                return match own {
+                    Some(o) => Ok(Self::meta(key.as_bytes(), o)),
+                    None => Err(OriginError::Changed { what }),
+                };
+            }
+        }
+        Ok(self.insert(key, data, how.token.clone()))
     }
 
     async fn delete(&self, key: &Key) -> Result<(), OriginError> {
@@ -174,7 +201,12 @@ impl Origin for MemoryOrigin {
         Ok(())
     }
 
-    async fn copy(&self, from: &ObjectMeta, to: &Key) -> Result<ObjectMeta, OriginError> {
+    async fn copy(
+        &self,
+        from: &ObjectMeta,
+        to: &Key,
+        _attributes: &Attributes,
+    ) -> Result<ObjectMeta, OriginError> {
         let data = {
             let objects = self.objects.read();
             objects
@@ -182,7 +214,7 @@ impl Origin for MemoryOrigin {
                 .map(|e| e.data.clone())
                 .ok_or_else(|| self.not_found(&from.key))?
         };
-        Ok(self.insert(to, data))
+        Ok(self.insert(to, data, None))
     }
 }
 

@@ -27,6 +27,7 @@ mod s3;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -34,6 +35,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::BoxStream;
+use serde::{Deserialize, Serialize};
 
 pub use error::OriginError;
 pub use fault::{Fault, FaultKind, FaultPlan};
@@ -112,6 +114,75 @@ impl PutBody {
     }
 }
 
+/// What must hold at a key for a put to be done.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Condition {
+    /// Nothing: the last writer wins.
+    #[default]
+    Any,
+    /// No object is there.
+    Absent,
+    /// This version is there.
+    Version(Version),
+}
+
+/// POSIX attributes of an object; what is none is left as the origin has it.
+/// On S3 they are user metadata under the names that s3fs uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attributes {
+    /// Permission bits.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub mode: Option<u32>,
+    /// Owner.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub uid: Option<u32>,
+    /// Group.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub gid: Option<u32>,
+    /// Last modification, nanoseconds since the Unix epoch.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub mtime_ns: Option<i64>,
+}
+
+/// An upload in parts that was begun and not ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartialUpload {
+    /// The store's name of it.
+    pub id: String,
+    /// Size of each part but the last, in bytes.
+    pub part_bytes: u64,
+    /// Parts that the store has: number from 1 on, ETag.
+    pub parts: BTreeMap<u32, String>,
+}
+
+/// Who remembers an upload in parts, so that another try, or another process,
+/// goes on where it ended instead of beginning again, or aborts it.
+pub trait UploadLog: Send + Sync {
+    /// What was begun before.
+    fn resume(&self) -> Option<PartialUpload>;
+    /// An upload has begun; what was begun before is no more.
+    fn began(&self, id: &str, part_bytes: u64);
+    /// The store has a part.
+    fn part(&self, number: u32, etag: &str);
+    /// The upload is complete, or aborted.
+    fn ended(&self);
+}
+
+/// How an object is stored.
+#[derive(Clone, Default)]
+pub struct PutOptions {
+    /// What must hold before; else [`OriginError::Changed`].
+    pub condition: Condition,
+    /// Attributes of the object.
+    pub attributes: Attributes,
+    /// Names this put. A put whose answer was lost, tried again, finds by it
+    /// that the object that is in its way is its own, and succeeds. Where the
+    /// origin can't keep it, equal bytes tell the same.
+    pub token: Option<String>,
+    /// Remembers parts. Without it an upload in parts that fails is aborted.
+    pub log: Option<Arc<dyn UploadLog>>,
+}
+
 /// A source of objects. See the module for the contract.
 #[async_trait]
 pub trait Origin: Send + Sync {
@@ -129,13 +200,28 @@ pub trait Origin: Send + Sync {
     async fn get(&self, meta: &ObjectMeta, range: Range<u64>) -> Result<ObjectBody, OriginError>;
 
     /// Stores an object whole; it appears at once or not at all.
-    async fn put(&self, key: &Key, body: PutBody) -> Result<ObjectMeta, OriginError>;
+    async fn put(
+        &self,
+        key: &Key,
+        body: PutBody,
+        how: &PutOptions,
+    ) -> Result<ObjectMeta, OriginError>;
 
     /// Removes an object; one that isn't there is no error.
     async fn delete(&self, key: &Key) -> Result<(), OriginError>;
 
-    /// Copies an object within the origin.
-    async fn copy(&self, from: &ObjectMeta, to: &Key) -> Result<ObjectMeta, OriginError>;
+    /// Copies an object within the origin, onto itself to change attributes.
+    async fn copy(
+        &self,
+        from: &ObjectMeta,
+        to: &Key,
+        attributes: &Attributes,
+    ) -> Result<ObjectMeta, OriginError>;
+
+    /// Aborts an upload in parts; one that isn't there is no error.
+    async fn abort_upload(&self, _key: &Key, _id: &str) -> Result<(), OriginError> {
+        Ok(())
+    }
 
     /// Reads credentials and the like from their source again.
     async fn reload(&self) -> Result<(), OriginError> {

@@ -18,7 +18,10 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::{StreamExt, stream};
 
-use super::{ListPage, ListRequest, ObjectBody, Origin, OriginError, PutBody};
+use super::{
+    Attributes, Condition, ListPage, ListRequest, ObjectBody, Origin, OriginError, PutBody,
+    PutOptions,
+};
 use crate::object::{Key, ObjectKind, ObjectMeta, Version};
 
 const PAGE_KEYS: usize = 10_000;
@@ -79,6 +82,75 @@ fn meta_of(key: &[u8], m: &fs::Metadata) -> ObjectMeta {
         version: version_of(m),
         kind: if m.is_symlink() { ObjectKind::Symlink } else { ObjectKind::File },
         mode: Some(m.mode() & 0o7777),
+    }
+}
+
+fn set_attributes(path: &Path, a: &Attributes) -> std::io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    if a.uid.is_some() || a.gid.is_some() {
+        std::os::unix::fs::chown(path, a.uid, a.gid)?;
+    }
+    if let Some(m) = a.mode {
+        fs::set_permissions(path, fs::Permissions::from_mode(m & 0o7777))?;
+    }
+    if let Some(t) = a.mtime_ns {
+        let d = std::time::Duration::from_nanos(t.unsigned_abs());
+        let epoch = std::time::SystemTime::UNIX_EPOCH;
+        File::open(path)?.set_modified(if t >= 0 { epoch + d } else { epoch - d })?;
+    }
+    Ok(())
+}
+
+/// Renames, if the condition holds; else `AlreadyExists`.
+fn put_in_place(temp: &Path, path: &Path, condition: &Condition) -> std::io::Result<()> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    match condition {
+        Condition::Any => {}
+        Condition::Absent => {
+            return match renameat_with(CWD, temp, CWD, path, RenameFlags::NOREPLACE) {
+                // Not every network file system can.
+                Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) if !path.exists() => {
+                    fs::rename(temp, path)
+                }
+                Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
+                    Err(std::io::ErrorKind::AlreadyExists.into())
+                }
+                r => Ok(r?),
+            };
+        }
+        Condition::Version(v) => {
+            // As sharp as a directory can: it has no compare-and-swap.
+            let now = fs::symlink_metadata(path).map(|m| version_of(&m)).ok();
+            if now.as_ref() != Some(v) {
+                return Err(std::io::ErrorKind::AlreadyExists.into());
+            }
+        }
+    }
+    fs::rename(temp, path)
+}
+
+/// Whether a file has exactly these bytes.
+fn holds(path: &Path, body: &PutBody) -> std::io::Result<bool> {
+    let mut there = std::io::BufReader::new(File::open(path)?);
+    if there.get_ref().metadata()?.len() != body.len() {
+        return Ok(false);
+    }
+    let mut here: Box<dyn Read> = match body {
+        PutBody::Bytes(b) => Box::new(&b[..]),
+        PutBody::File { path, len } => {
+            Box::new(std::io::BufReader::new(File::open(path)?.take(*len)))
+        }
+    };
+    let (mut a, mut b) = (vec![0; 1 << 16], vec![0; 1 << 16]);
+    loop {
+        let n = here.read(&mut a)?;
+        if n == 0 {
+            return Ok(true);
+        }
+        there.read_exact(&mut b[..n])?;
+        if a[..n] != b[..n] {
+            return Ok(false);
+        }
     }
 }
 
@@ -308,11 +380,16 @@ impl Origin for PosixOrigin {
         Ok(ObjectBody { version, size, stream: stream.boxed() })
     }
 
-    async fn put(&self, key: &Key, body: PutBody) -> Result<ObjectMeta, OriginError> {
+    async fn put(
+        &self,
+        key: &Key,
+        body: PutBody,
+        how: &PutOptions,
+    ) -> Result<ObjectMeta, OriginError> {
         let marker = key.as_bytes().last() == Some(&b'/');
         let bare = key.as_bytes().strip_suffix(b"/").unwrap_or(key.as_bytes());
         let path = self.path(bare)?;
-        let key = key.clone();
+        let (key, how) = (key.clone(), how.clone());
         blocking(move || {
             let what = path.display().to_string();
             let err = |e| OriginError::io(&what, e);
@@ -326,23 +403,31 @@ impl Origin for PosixOrigin {
             fs::create_dir_all(parent).map_err(err)?;
             let temp = parent.join(format!("{TEMP_PREFIX}{:016x}", rand::random::<u64>()));
             let write = || -> std::io::Result<()> {
-                match body {
-                    PutBody::Bytes(b) => fs::write(&temp, &b)?,
+                match &body {
+                    PutBody::Bytes(b) => fs::write(&temp, b)?,
                     PutBody::File { path: from, len } => {
                         let mut out = File::create(&temp)?;
-                        std::io::copy(&mut File::open(from)?.take(len), &mut out)?;
+                        std::io::copy(&mut File::open(from)?.take(*len), &mut out)?;
                     }
                 }
                 if let Ok(old) = fs::metadata(&path) {
                     fs::set_permissions(&temp, old.permissions())?;
                 }
+                set_attributes(&temp, &how.attributes)?;
                 File::open(&temp)?.sync_all()?;
-                fs::rename(&temp, &path)?;
+                put_in_place(&temp, &path, &how.condition)?;
                 File::open(parent)?.sync_all()
             };
             if let Err(e) = write() {
                 let _ = fs::remove_file(&temp);
-                return Err(err(e));
+                if e.kind() != std::io::ErrorKind::AlreadyExists {
+                    return Err(err(e));
+                }
+                // In the way is what an earlier try of this put left, or
+                // something else.
+                if how.token.is_none() || !holds(&path, &body).unwrap_or(false) {
+                    return Err(OriginError::Changed { what });
+                }
             }
             Ok(meta_of(key.as_bytes(), &fs::symlink_metadata(&path).map_err(err)?))
         })
@@ -362,9 +447,27 @@ impl Origin for PosixOrigin {
         .await
     }
 
-    async fn copy(&self, from: &ObjectMeta, to: &Key) -> Result<ObjectMeta, OriginError> {
+    async fn copy(
+        &self,
+        from: &ObjectMeta,
+        to: &Key,
+        attributes: &Attributes,
+    ) -> Result<ObjectMeta, OriginError> {
         let path = self.path(from.key.as_bytes())?;
-        self.put(to, PutBody::File { path, len: from.size }).await
+        if from.key == *to {
+            let (key, attributes) = (to.clone(), *attributes);
+            return blocking(move || {
+                let what = path.display().to_string();
+                let changed = || -> std::io::Result<ObjectMeta> {
+                    set_attributes(&path, &attributes)?;
+                    Ok(meta_of(key.as_bytes(), &fs::symlink_metadata(&path)?))
+                };
+                changed().map_err(|e| OriginError::io(&what, e))
+            })
+            .await;
+        }
+        let how = PutOptions { attributes: *attributes, ..PutOptions::default() };
+        self.put(to, PutBody::File { path, len: from.size }, &how).await
     }
 
     fn local_path(&self, key: &Key) -> Option<PathBuf> {

@@ -15,7 +15,9 @@ use futures::{StreamExt, stream};
 use rand::Rng;
 use tokio::time::Instant;
 
-use super::{ListPage, ListRequest, ObjectBody, Origin, OriginError, PutBody};
+use super::{
+    Attributes, ListPage, ListRequest, ObjectBody, Origin, OriginError, PutBody, PutOptions,
+};
 use crate::object::{Key, ObjectMeta};
 
 /// When to try again, and when to give up.
@@ -215,12 +217,17 @@ impl Origin for Retry {
         Ok(ObjectBody { version: body.version, size: body.size, stream: stream.boxed() })
     }
 
-    async fn put(&self, key: &Key, body: PutBody) -> Result<ObjectMeta, OriginError> {
+    async fn put(
+        &self,
+        key: &Key,
+        body: PutBody,
+        how: &PutOptions,
+    ) -> Result<ObjectMeta, OriginError> {
         // Uploads of large files may rightly take longer than one call's
         // deadline: each try has the inner origin's own timeouts instead.
         let mut tries = Tries::new(self.policy);
         loop {
-            match self.inner.put(key, body.clone()).await {
+            match self.inner.put(key, body.clone(), how).await {
                 Ok(m) => return Ok(m),
                 Err(e) => {
                     if !tries.again(&*self.inner, &e).await {
@@ -231,12 +238,21 @@ impl Origin for Retry {
         }
     }
 
+    async fn abort_upload(&self, key: &Key, id: &str) -> Result<(), OriginError> {
+        self.tried(|| self.inner.abort_upload(key, id)).await
+    }
+
     async fn delete(&self, key: &Key) -> Result<(), OriginError> {
         self.tried(|| self.inner.delete(key)).await
     }
 
-    async fn copy(&self, from: &ObjectMeta, to: &Key) -> Result<ObjectMeta, OriginError> {
-        self.tried(|| self.inner.copy(from, to)).await
+    async fn copy(
+        &self,
+        from: &ObjectMeta,
+        to: &Key,
+        attributes: &Attributes,
+    ) -> Result<ObjectMeta, OriginError> {
+        self.tried(|| self.inner.copy(from, to, attributes)).await
     }
 
     async fn reload(&self) -> Result<(), OriginError> {
@@ -284,7 +300,10 @@ mod tests {
     async fn f1_a_cut_body_is_resumed_where_it_was_cut() {
         let o = faulty(FaultPlan::every(2, FaultKind::CutBody));
         let data: Bytes = (0..1_000_000u32).map(|i| (i % 251) as u8).collect::<Vec<_>>().into();
-        let meta = o.put(&"k".into(), PutBody::Bytes(data.clone())).await.expect("put");
+        let meta = o
+            .put(&"k".into(), PutBody::Bytes(data.clone()), &PutOptions::default())
+            .await
+            .expect("put");
         for _ in 0..4 {
             let got = collect(o.get(&meta, 5..999_999).await.expect("get")).await.expect("body");
             assert_eq!(got, data.slice(5..999_999));

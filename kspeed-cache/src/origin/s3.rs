@@ -5,6 +5,7 @@
 //! `Content-Length`, ETag, and the count of bytes that arrive. The SDK's own
 //! retries are off; [`super::Retry`] is the only place that retries.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,14 +19,17 @@ use aws_sdk_s3::Client;
 use aws_sdk_s3::config::{Region, RequestChecksumCalculation, ResponseChecksumValidation};
 use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_sdk_s3::primitives::{ByteStream, Length};
-use aws_sdk_s3::types::{CompletedMultipartUpload, CompletedPart, EncodingType};
+use aws_sdk_s3::types::{CompletedMultipartUpload, CompletedPart, EncodingType, MetadataDirective};
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
 use parking_lot::RwLock;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
-use super::{ListPage, ListRequest, ObjectBody, Origin, OriginError, PutBody};
+use super::{
+    Attributes, Condition, ListPage, ListRequest, ObjectBody, Origin, OriginError, PartialUpload,
+    PutBody, PutOptions,
+};
 use crate::object::{Key, ObjectKind, ObjectMeta, Version};
 
 /// Objects above this are uploaded in parts.
@@ -38,7 +42,9 @@ const MAX_PARTS: u64 = 10_000;
 const MAX_OBJECT_BYTES: u64 = 5 << 40;
 /// CopyObject's limit.
 const MAX_COPY_BYTES: u64 = 5 << 30;
-const PARTS_IN_FLIGHT: usize = 4;
+const PARTS_IN_FLIGHT: usize = 8;
+/// User metadata that holds [`PutOptions::token`].
+const TOKEN_NAME: &str = "kspeed-put";
 /// S3's limit of a key.
 const MAX_KEY_BYTES: usize = 1024;
 /// What `x-amz-copy-source` must have escaped: all but unreserved and `/`.
@@ -150,7 +156,13 @@ impl S3Origin {
         full.strip_prefix(&self.config.prefix)
     }
 
-    async fn put_one(&self, key: &Key, body: ByteStream, len: u64) -> Result<Version, OriginError> {
+    async fn put_one(
+        &self,
+        key: &Key,
+        body: ByteStream,
+        len: u64,
+        how: &PutOptions,
+    ) -> Result<Version, OriginError> {
         let what = self.what(key);
         // An upload of this size at 1 MB/s still fits.
         let limit = self.config.timeout() + Duration::from_secs(len >> 20);
@@ -160,32 +172,55 @@ impl S3Origin {
             .bucket(&self.config.bucket)
             .key(self.full_key(key)?)
             .content_length(len as i64)
+            .set_metadata(metadata(&how.attributes, how.token.as_deref()))
+            .set_if_match(if_match(&how.condition))
+            .set_if_none_match(if_none_match(&how.condition))
             .body(body)
             .send();
         let out = within(limit, &what, call).await?;
         etag(out.e_tag(), &what)
     }
 
-    async fn put_parts(&self, key: &Key, body: &PutBody) -> Result<Version, OriginError> {
+    async fn put_parts(
+        &self,
+        key: &Key,
+        body: &PutBody,
+        how: &PutOptions,
+    ) -> Result<Version, OriginError> {
         let what = self.what(key);
         let full = self.full_key(key)?;
         let bucket = &self.config.bucket;
         let timeout = self.config.timeout();
         let client = self.client();
-        let created = within(
-            timeout,
-            &what,
-            client.create_multipart_upload().bucket(bucket).key(&full).send(),
-        )
-        .await?;
-        let id = created.upload_id().unwrap_or_default().to_owned();
         let len = body.len();
         let part_bytes = part_bytes(len);
+        let begun = how.log.as_ref().and_then(|l| l.resume());
+        let PartialUpload { id, parts: there, .. } = match begun {
+            Some(b) if b.part_bytes == part_bytes => b,
+            _ => {
+                let call = client
+                    .create_multipart_upload()
+                    .bucket(bucket)
+                    .key(&full)
+                    .set_metadata(metadata(&how.attributes, how.token.as_deref()))
+                    .send();
+                let created = within(timeout, &what, call).await?;
+                let id = created.upload_id().unwrap_or_default().to_owned();
+                if let Some(l) = &how.log {
+                    l.began(&id, part_bytes);
+                }
+                PartialUpload { id, part_bytes, ..PartialUpload::default() }
+            }
+        };
         let parts = len.div_ceil(part_bytes);
         let upload = stream::iter(0..parts).map(|n| {
-            let (client, id, full, what) = (client.clone(), &id, &full, &what);
+            let (client, id, full, what, there) = (client.clone(), &id, &full, &what, &there);
             async move {
                 let start = n * part_bytes;
+                if let Some(tag) = u32::try_from(n + 1).ok().and_then(|n| there.get(&n)) {
+                    let number = i32::try_from(n + 1).unwrap_or(i32::MAX);
+                    return Ok(CompletedPart::builder().part_number(number).e_tag(tag).build());
+                }
                 let n_bytes = part_bytes.min(len - start);
                 let part = slice(body, start, n_bytes).await?;
                 let number = i32::try_from(n + 1).unwrap_or(i32::MAX);
@@ -199,6 +234,9 @@ impl S3Origin {
                     .body(part)
                     .send();
                 let out = within(timeout + Duration::from_secs(n_bytes >> 20), what, call).await?;
+                if let (Some(l), Some(tag)) = (&how.log, out.e_tag()) {
+                    l.part(u32::try_from(n + 1).unwrap_or(u32::MAX), tag);
+                }
                 Ok::<_, OriginError>(
                     CompletedPart::builder()
                         .part_number(number)
@@ -221,6 +259,8 @@ impl S3Origin {
                         .key(&full)
                         .upload_id(&id)
                         .multipart_upload(all)
+                        .set_if_match(if_match(&how.condition))
+                        .set_if_none_match(if_none_match(&how.condition))
                         .send(),
                 )
                 .await
@@ -228,18 +268,102 @@ impl S3Origin {
             Err(e) => Err(e),
         };
         match completed {
-            Ok(out) => etag(out.e_tag(), &what),
+            Ok(out) => {
+                if let Some(l) = &how.log {
+                    l.ended();
+                }
+                etag(out.e_tag(), &what)
+            }
+            // Whoever remembers the parts goes on with them.
+            Err(e) if how.log.is_some() && e.is_transient() => Err(e),
             Err(e) => {
                 // Leave no parts behind that somebody pays for.
-                let abort =
-                    client.abort_multipart_upload().bucket(bucket).key(&full).upload_id(&id);
-                if let Err(e) = within(timeout, &what, abort.send()).await {
-                    tracing::warn!(error = %e, upload_id = id, "a multipart upload could not be aborted");
+                match self.abort_upload(key, &id).await {
+                    Ok(()) => {
+                        if let Some(l) = &how.log {
+                            l.ended();
+                        }
+                    }
+                    Err(e) => {
+                        tracing::warn!(error = %e, upload_id = id, "a multipart upload could not be aborted");
+                    }
                 }
                 Err(e)
             }
         }
     }
+}
+
+impl S3Origin {
+    async fn put_whole(
+        &self,
+        key: &Key,
+        body: &PutBody,
+        how: &PutOptions,
+    ) -> Result<Version, OriginError> {
+        let len = body.len();
+        if len > MULTIPART_ABOVE_BYTES {
+            return self.put_parts(key, body, how).await;
+        }
+        let whole = slice(body, 0, len).await?;
+        self.put_one(key, whole, len, how).await
+    }
+
+    async fn head_with_token(
+        &self,
+        key: &Key,
+    ) -> Result<(ObjectMeta, Option<String>), OriginError> {
+        let what = self.what(key);
+        let call =
+            self.client().head_object().bucket(&self.config.bucket).key(self.full_key(key)?).send();
+        let out = within(self.config.timeout(), &what, call).await?;
+        let size = out.content_length().and_then(|n| u64::try_from(n).ok());
+        let meta = ObjectMeta {
+            key: key.clone(),
+            size: size.ok_or_else(|| OriginError::Corrupt {
+                what: what.clone(),
+                detail: "no Content-Length".into(),
+            })?,
+            mtime_ns: out.last_modified().map_or(0, |t| t.as_nanos().try_into().unwrap_or(0)),
+            version: etag(out.e_tag(), &what)?,
+            kind: ObjectKind::File,
+            mode: None,
+        };
+        Ok((meta, out.metadata().and_then(|m| m.get(TOKEN_NAME)).cloned()))
+    }
+}
+
+/// User metadata: POSIX attributes as s3fs names and writes them, and the token
+/// of the put.
+fn metadata(a: &Attributes, token: Option<&str>) -> Option<HashMap<String, String>> {
+    const REGULAR: u32 = 0o100_000;
+    let mut m = HashMap::new();
+    let mut set = |name: &str, value: Option<String>| {
+        if let Some(v) = value {
+            m.insert(name.to_owned(), v);
+        }
+    };
+    set("mode", a.mode.map(|m| (REGULAR | m & 0o7777).to_string()));
+    set("uid", a.uid.map(|u| u.to_string()));
+    set("gid", a.gid.map(|g| g.to_string()));
+    set(
+        "mtime",
+        a.mtime_ns
+            .map(|t| format!("{}.{:09}", t.div_euclid(1_000_000_000), t.rem_euclid(1_000_000_000))),
+    );
+    set(TOKEN_NAME, token.map(str::to_owned));
+    (!m.is_empty()).then_some(m)
+}
+
+fn if_match(c: &Condition) -> Option<String> {
+    match c {
+        Condition::Version(v) => Some(format!("\"{v}\"")),
+        Condition::Any | Condition::Absent => None,
+    }
+}
+
+fn if_none_match(c: &Condition) -> Option<String> {
+    (*c == Condition::Absent).then(|| "*".to_owned())
 }
 
 async fn connect(config: &S3Config) -> Client {
@@ -488,22 +612,7 @@ impl Origin for S3Origin {
     }
 
     async fn head(&self, key: &Key) -> Result<ObjectMeta, OriginError> {
-        let what = self.what(key);
-        let call =
-            self.client().head_object().bucket(&self.config.bucket).key(self.full_key(key)?).send();
-        let out = within(self.config.timeout(), &what, call).await?;
-        let size = out.content_length().and_then(|n| u64::try_from(n).ok());
-        Ok(ObjectMeta {
-            key: key.clone(),
-            size: size.ok_or_else(|| OriginError::Corrupt {
-                what: what.clone(),
-                detail: "no Content-Length".into(),
-            })?,
-            mtime_ns: out.last_modified().map_or(0, |t| t.as_nanos().try_into().unwrap_or(0)),
-            version: etag(out.e_tag(), &what)?,
-            kind: ObjectKind::File,
-            mode: None,
-        })
+        self.head_with_token(key).await.map(|(m, _)| m)
     }
 
     async fn get(&self, meta: &ObjectMeta, range: Range<u64>) -> Result<ObjectBody, OriginError> {
@@ -565,7 +674,12 @@ impl Origin for S3Origin {
         Ok(ObjectBody { version, size: meta.size, stream: stream.boxed() })
     }
 
-    async fn put(&self, key: &Key, body: PutBody) -> Result<ObjectMeta, OriginError> {
+    async fn put(
+        &self,
+        key: &Key,
+        body: PutBody,
+        how: &PutOptions,
+    ) -> Result<ObjectMeta, OriginError> {
         let len = body.len();
         if len > MAX_OBJECT_BYTES {
             return Err(OriginError::Invalid {
@@ -573,11 +687,18 @@ impl Origin for S3Origin {
                 detail: "S3 objects have at most 5 TiB".into(),
             });
         }
-        let version = if len > MULTIPART_ABOVE_BYTES {
-            self.put_parts(key, &body).await?
-        } else {
-            let whole = slice(&body, 0, len).await?;
-            self.put_one(key, whole, len).await?
+        let version = match self.put_whole(key, &body, how).await {
+            // In the way may be what an earlier try of this put stored, whose
+            // answer was lost.
+            Err(e @ (OriginError::Changed { .. } | OriginError::NotFound { .. })) => {
+                let Some(token) = &how.token else { return Err(e) };
+                return match self.head_with_token(key).await {
+                    Ok((meta, Some(there))) if there == *token && meta.size == len => Ok(meta),
+                    Err(unknown) if unknown.is_transient() => Err(unknown),
+                    _ => Err(e),
+                };
+            }
+            r => r?,
         };
         // PUT doesn't tell the time that the store gave it; HEAD does, and
         // shows that what is there is what was sent.
@@ -586,6 +707,21 @@ impl Origin for S3Origin {
             Ok(meta)
         } else {
             Err(OriginError::Changed { what: self.what(key) })
+        }
+    }
+
+    async fn abort_upload(&self, key: &Key, id: &str) -> Result<(), OriginError> {
+        let what = self.what(key);
+        let call = self
+            .client()
+            .abort_multipart_upload()
+            .bucket(&self.config.bucket)
+            .key(self.full_key(key)?)
+            .upload_id(id)
+            .send();
+        match within(self.config.timeout(), &what, call).await {
+            Ok(_) | Err(OriginError::NotFound { .. }) => Ok(()),
+            Err(e) => Err(e),
         }
     }
 
@@ -603,7 +739,12 @@ impl Origin for S3Origin {
         }
     }
 
-    async fn copy(&self, from: &ObjectMeta, to: &Key) -> Result<ObjectMeta, OriginError> {
+    async fn copy(
+        &self,
+        from: &ObjectMeta,
+        to: &Key,
+        attributes: &Attributes,
+    ) -> Result<ObjectMeta, OriginError> {
         let what = self.what(&from.key);
         if from.size > MAX_COPY_BYTES {
             return Err(OriginError::Unsupported { what });
@@ -616,11 +757,23 @@ impl Origin for S3Origin {
             .copy_source(utf8_percent_encode(&source, COPY_SOURCE).to_string())
             .copy_source_if_match(format!("\"{}\"", from.version))
             .key(self.full_key(to)?)
+            .set_metadata(metadata(attributes, None))
+            .set_metadata_directive(
+                (*attributes != Attributes::default()).then_some(MetadataDirective::Replace),
+            )
             .send();
         // The store copies within itself, at 100 MB/s or better.
-        within(self.config.timeout() + Duration::from_secs(from.size / 100_000_000), &what, call)
-            .await?;
-        self.head(to).await
+        let limit = self.config.timeout() + Duration::from_secs(from.size / 100_000_000);
+        let out = within(limit, &what, call).await?;
+        let Some(r) = out.copy_object_result() else {
+            return Err(OriginError::Corrupt { what, detail: "no result of the copy".into() });
+        };
+        Ok(ObjectMeta {
+            key: to.clone(),
+            version: etag(r.e_tag(), &what)?,
+            mtime_ns: r.last_modified().map_or(0, |t| t.as_nanos().try_into().unwrap_or(0)),
+            ..from.clone()
+        })
     }
 
     async fn reload(&self) -> Result<(), OriginError> {

@@ -15,7 +15,9 @@ fn config(ttl_ms: u64) -> LiveConfig {
 }
 
 async fn put(o: &MemoryOrigin, key: &str, data: &str) -> ObjectMeta {
-    o.put(&key.into(), PutBody::Bytes(Bytes::from(data.to_owned()))).await.expect("put")
+    o.put(&key.into(), PutBody::Bytes(Bytes::from(data.to_owned())), &PutOptions::default())
+        .await
+        .expect("put")
 }
 
 async fn walk(l: &Live, path: &str) -> Result<Attr, FsError> {

@@ -206,7 +206,9 @@ mod tests {
     async fn origin(keys: impl Iterator<Item = String>) -> (Arc<MemoryOrigin>, Arc<dyn Origin>) {
         let o = Arc::new(MemoryOrigin::new("memory://t/"));
         for k in keys {
-            o.put(&k.into(), PutBody::Bytes(Bytes::from_static(b"x"))).await.expect("put");
+            o.put(&k.into(), PutBody::Bytes(Bytes::from_static(b"x")), &PutOptions::default())
+                .await
+                .expect("put");
         }
         (o.clone(), o)
     }
@@ -255,7 +257,9 @@ mod tests {
         let s = build(&o, &dir.path().join("s.idx"), &|_| {}).await.expect("build");
         assert!(!is_stale(&o, &s).await.expect("asked"));
         let put = async |k: &str| {
-            m.put(&k.into(), PutBody::Bytes(Bytes::from_static(b"y"))).await.map(drop)
+            m.put(&k.into(), PutBody::Bytes(Bytes::from_static(b"y")), &PutOptions::default())
+                .await
+                .map(drop)
         };
         put("k02999").await.expect("put");
         assert!(is_stale(&o, &s).await.expect("asked"), "a changed object at the end");
