@@ -35,7 +35,9 @@ pub enum FsError {
     #[error("not supported: {0}")]
     Unsupported(&'static str),
     /// To be done as copy and delete by the caller.
-    #[error("directories are not renamed in object storage; copy and delete, as mv does")]
+    #[error(
+        "a directory of over 100,000 objects, or with one over 5 GiB, is not renamed; copy and delete, as mv does"
+    )]
     CrossDevice,
     /// No such extended attribute.
     #[error("no such attribute")]
@@ -52,6 +54,11 @@ pub enum FsError {
     /// The call's deadline passed.
     #[error("no answer within the deadline (--io-timeout); see `kspeed status`")]
     TimedOut,
+    /// What was written is kept, but is not in the origin.
+    #[error(
+        "not stored in the origin yet: {0}; it is kept and tried again (`kspeed status`, `kspeed sync`)"
+    )]
+    NotStored(String),
     /// Somebody waits no longer (a signal).
     #[error("interrupted")]
     Interrupted,
@@ -93,6 +100,7 @@ fn of_origin(e: &OriginError) -> i32 {
         | OriginError::Corrupt { .. } => libc::EIO,
         OriginError::Invalid { .. } => libc::EINVAL,
         OriginError::Unsupported { .. } => libc::EOPNOTSUPP,
+        OriginError::Cancelled { .. } => libc::ECANCELED,
         OriginError::Io { source, .. } => of_io(source),
     }
 }
@@ -106,6 +114,7 @@ impl FsError {
     #[must_use]
     pub fn errno(&self) -> i32 {
         match self {
+            Self::NotStored(_) => libc::EIO,
             Self::NotFound => libc::ENOENT,
             Self::NotADirectory => libc::ENOTDIR,
             Self::IsADirectory => libc::EISDIR,

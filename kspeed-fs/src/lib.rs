@@ -16,3 +16,4 @@ pub mod namespace;
 pub mod pipeline;
 pub mod push;
 pub mod telemetry;
+pub mod writeback;

@@ -24,6 +24,7 @@ use crate::namespace::{self, INODE_BYTES, Live, LiveConfig, Namespace, Snapshot,
 use crate::pipeline::Pipeline;
 use crate::push::Pusher;
 use crate::telemetry::{MountStatus, ProcessStatus, prometheus};
+use crate::writeback::{self, Ack, Writeback, WritebackConfig, WritebackError};
 
 /// Session threads: more than cores, since one may wait for the local disk.
 const SESSION_THREADS: usize = 8;
@@ -36,6 +37,8 @@ const MAX_PREFETCHES: usize = 224;
 pub const FS_NAME: &str = "kspeed:";
 /// After SIGTERM the mounts are detached, and who uses them has this long to end.
 const GRACE: Duration = Duration::from_secs(5);
+/// At the end uploads are waited for as long as one ends within this time.
+const DRAIN_PATIENCE: Duration = Duration::from_secs(20);
 
 /// Largest readahead the kernel is asked for, in KiB: one 4 MiB request.
 const READ_AHEAD_KB: u32 = 4096;
@@ -72,6 +75,9 @@ pub enum MountError {
         /// What to do.
         hint: &'static str,
     },
+    /// What is written.
+    #[error(transparent)]
+    Writeback(#[from] WritebackError),
     /// Something local.
     #[error("{what}: {source}")]
     Io {
@@ -93,6 +99,13 @@ pub struct Mounted {
     session: Option<BackgroundSession>,
     stop: CancellationToken,
     tasks: TaskTracker,
+    uploader: Option<Uploader>,
+}
+
+/// The task that makes the origin as it is wished.
+struct Uploader {
+    stop: CancellationToken,
+    task: Mutex<Option<tokio::task::JoinHandle<()>>>,
 }
 
 /// A process: one cache, its mounts.
@@ -172,7 +185,6 @@ impl Process {
             gid: config.gid,
             file_mode: config.file_mode,
             dir_mode: config.dir_mode,
-            stage_dir: self.cache.stage_dir().ok(),
         };
         let parts = Parts {
             names: namespace.clone(),
@@ -184,8 +196,15 @@ impl Process {
             share: config.scan_share,
         };
         let pipeline = Pipeline::new(config.predict, parts);
+        let writeback = self.writeback(&config, &origin, &namespace, share)?;
+        let uploader = writeback.as_ref().map(|w| {
+            let stop = CancellationToken::new();
+            let task = self.runtime.spawn(w.clone().run(stop.clone()));
+            Uploader { stop, task: Mutex::new(Some(task)) }
+        });
         let fs =
-            Arc::new(FileSystem::new(namespace, self.cache.clone(), origin, pipeline, options));
+            FileSystem::new(namespace, self.cache.clone(), origin, pipeline, writeback, options);
+        let fs = Arc::new(fs);
         let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());
         let adapter = Adapter::new(
             fs.clone(),
@@ -204,10 +223,63 @@ impl Process {
         }
         connect_invalidation(&fs, &session);
         raise_readahead(&config.mountpoint);
-        let mounted =
-            Arc::new(Mounted { config, fs, support, session: Some(session), stop, tasks });
+        let mounted = Arc::new(Mounted {
+            config,
+            fs,
+            support,
+            session: Some(session),
+            stop,
+            tasks,
+            uploader,
+        });
         self.mounts.lock().push(mounted.clone());
         Ok(mounted)
+    }
+
+    /// The write-back of a mount that is written to, with what a former process
+    /// left.
+    fn writeback(
+        &self,
+        config: &MountConfig,
+        origin: &Arc<dyn Origin>,
+        namespace: &Namespace,
+        share: u64,
+    ) -> Result<Option<Arc<Writeback>>, MountError> {
+        let Namespace::Live(live) = namespace else { return Ok(None) };
+        if config.read_only {
+            return Ok(None);
+        }
+        let Ok(stage_dir) = self.cache.stage_dir() else { return Ok(None) };
+        let dir = writeback::dir_of(&stage_dir, origin.name());
+        let err = |source| MountError::Io { what: stage_dir.display().to_string(), source };
+        for found in writeback::find_all(&stage_dir).map_err(err)? {
+            let files = found.journal.as_ref().map_or(0, |j| j.wishes.len());
+            if found.origin == origin.name() || found.dir == dir || files == 0 {
+                continue;
+            }
+            if config.recover {
+                writeback::take_over(&found.dir, &dir).map_err(err)?;
+                tracing::warn!(from = found.origin, files, "taken over");
+            } else if share == 1 {
+                return Err(
+                    WritebackError::Foreign { dir: found.dir, files, other: found.origin }.into()
+                );
+            }
+        }
+        let half = self.cache.disks().iter().map(|d| d.max_bytes).sum::<u64>() / 2;
+        let settings = WritebackConfig {
+            dir,
+            ack: config.ack,
+            sync_on_close: config.sync_on_close,
+            delay: match config.ack {
+                Ack::Local => config.upload_delay,
+                Ack::Origin => Duration::ZERO,
+            },
+            max_bytes: config.stage_bytes.unwrap_or(half),
+            room_timeout: config.io_timeout,
+        };
+        let w = Writeback::open(settings, origin.clone(), self.cache.clone(), live.clone())?;
+        Ok(Some(w))
     }
 
     async fn namespace(
@@ -339,6 +411,19 @@ impl Process {
         }
     }
 
+    /// Waits until all that was written is in the origin, or nothing gets on any
+    /// more; what is left is taken up at the next start.
+    pub async fn drain(&self) {
+        let mounts: Vec<_> = self.mounts.lock().clone();
+        for m in mounts {
+            let Some(w) = m.fs.writeback() else { continue };
+            let tell = |changes, bytes| tracing::info!(changes, bytes, "not uploaded yet");
+            if let Err(e) = w.drain(b"", Some(DRAIN_PATIENCE), &tell).await {
+                tracing::warn!(error = %e, "what is not uploaded is kept in the cache directory, for the next mount of this source");
+            }
+        }
+    }
+
     /// Ends all tasks. Returns how many live on, which is none.
     pub async fn shutdown(&self) -> usize {
         let mounts: Vec<_> = std::mem::take(&mut *self.mounts.lock());
@@ -347,6 +432,13 @@ impl Process {
             m.tasks.close();
             m.tasks.wait().await;
             m.fs.pipeline.shutdown().await;
+            if let Some(u) = &m.uploader {
+                u.stop.cancel();
+                let task = u.task.lock().take();
+                if let Some(t) = task {
+                    let _ = t.await;
+                }
+            }
         }
         self.cache.shutdown().await;
         self.cache.tasks() + mounts.iter().map(|m| m.tasks.len()).sum::<usize>()

@@ -15,6 +15,7 @@ use crate::fs::FileSystem;
 use crate::fuse::KernelSupport;
 use crate::mount::Process;
 use crate::namespace::Namespace;
+use crate::writeback::Pending;
 
 /// A process's state.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -86,6 +87,14 @@ pub struct MountStatus {
     pub pushed_files: u64,
     /// Bytes uploaded.
     pub uploaded_bytes: u64,
+    /// Objects uploaded.
+    pub uploads: u64,
+    /// Tries to make the origin as it is wished that failed.
+    pub upload_failures: u64,
+    /// Files that somebody else had changed in the origin.
+    pub conflicts: u64,
+    /// What is not in the origin yet.
+    pub pending: Pending,
     /// Datasets read in a shuffled order, and what steers for each.
     pub datasets: Vec<DatasetStatus>,
     /// Reads while an order was followed, those of pushed files by progress.
@@ -111,6 +120,9 @@ impl ProcessStatus {
                 .push(format!("{}: the cache disk fails and is out of service", d.dir.display()));
         }
         for m in &mounts {
+            for f in &m.pending.failed {
+                degraded.push(format!("{}: not uploaded: {}", f.path, f.reason));
+            }
             if !m.read_only && !m.passthrough {
                 degraded.push(format!(
                     "{}: no passthrough, files are read through the daemon (kernel 6.9 and root are needed)",
@@ -166,7 +178,11 @@ impl MountStatus {
             other_opens: n(&s.other_opens),
             pushed_bytes: pusher.map_or(0, |p| p.pushed_bytes()),
             pushed_files: pusher.map_or(0, |p| p.pushed_files()),
-            uploaded_bytes: n(&s.uploaded_bytes),
+            uploaded_bytes: fs.writeback().map_or(0, |w| n(&w.stats().uploaded_bytes)),
+            uploads: fs.writeback().map_or(0, |w| n(&w.stats().uploads)),
+            upload_failures: fs.writeback().map_or(0, |w| n(&w.stats().failures)),
+            conflicts: fs.writeback().map_or(0, |w| n(&w.stats().conflicts)),
+            pending: fs.writeback().map(|w| w.pending()).unwrap_or_default(),
             datasets: fs.pipeline.datasets().map(Datasets::status).unwrap_or_default(),
             predicted_reads: counts.reads,
             predicted_ready: counts.ready,
@@ -273,6 +289,29 @@ const MOUNT_METRICS: &[OfMount] = &[
         m.pushed_files
     }),
     ("kspeed_mount_uploaded_bytes_total", Type::Counter, "Bytes uploaded", |m| m.uploaded_bytes),
+    ("kspeed_mount_uploads_total", Type::Counter, "Objects uploaded", |m| m.uploads),
+    (
+        "kspeed_mount_upload_failures_total",
+        Type::Counter,
+        "Tries to upload, copy or delete that failed; they are tried again",
+        |m| m.upload_failures,
+    ),
+    (
+        "kspeed_mount_conflicts_total",
+        Type::Counter,
+        "Files that somebody else had changed in the origin",
+        |m| m.conflicts,
+    ),
+    (
+        "kspeed_mount_pending_changes",
+        Type::Gauge,
+        "Files and directories that the origin does not have as they were written",
+        |m| m.pending.changes,
+    ),
+    ("kspeed_mount_pending_bytes", Type::Gauge, "Bytes in stage files", |m| m.pending.staged_bytes),
+    ("kspeed_mount_pending_seconds", Type::Gauge, "How long the oldest of them has waited", |m| {
+        m.pending.oldest_s as u64
+    }),
     (
         "kspeed_mount_predicted_reads_total",
         Type::Counter,

@@ -167,7 +167,16 @@ fn f7_a_cut_network_hangs_nothing() {
     w.put("d/f", &data);
     w.put("d/known", "x");
     w.put("e/unknown", "x");
-    let m = w.mount(&["--io-timeout", "4s", "--metadata-ttl", "1s", "--predict", "off"]);
+    let m = w.mount(&[
+        "--ack",
+        "origin",
+        "--io-timeout",
+        "4s",
+        "--metadata-ttl",
+        "1s",
+        "--predict",
+        "off",
+    ]);
     assert_eq!(m.names("d"), ["f", "known"]);
     let f = File::open(m.path("d/f")).expect("open");
     let mut buf = vec![0; 4096];

@@ -9,7 +9,8 @@ use std::process::Command;
 
 use common::{World, pattern, wait_until};
 
-const KINDS: [&[&str]; 2] = [&[], &["--no-passthrough"]];
+const ORIGIN: &[&str] = &["--ack", "origin"];
+const KINDS: [&[&str]; 2] = [ORIGIN, &["--ack", "origin", "--no-passthrough"]];
 
 /// C4: what was written is read at once.
 #[test]
@@ -63,7 +64,7 @@ fn c6_another_mount_sees_whole_states_only() {
     let b = w.dir.path().join("b");
     fs::create_dir(&b).expect("mkdir");
     let cache_b = w.dir.path().join("cache-b");
-    let ma = w.mount(&[]);
+    let ma = w.mount(ORIGIN);
     let mb = w.mount_at(
         &b,
         &[
@@ -142,7 +143,7 @@ fn append_truncate_and_sparse_writes() {
 #[test]
 fn directories_are_made_listed_and_removed() {
     let w = World::new();
-    let m = w.mount(&[]);
+    let m = w.mount(ORIGIN);
     fs::create_dir(m.path("d")).expect("mkdir");
     assert_eq!(fs::create_dir(m.path("d")).expect_err("exists").raw_os_error(), Some(libc::EEXIST));
     assert!(m.names("d").is_empty());
@@ -166,13 +167,13 @@ fn directories_are_made_listed_and_removed() {
 }
 
 #[test]
-fn renames_replace_and_directories_are_copied_by_mv() {
+fn renames_replace_and_directories_move_whole() {
     let w = World::new();
     w.put("a", "A");
     w.put("b", "B");
     w.put("dir/x", "X");
     w.put("dir/sub/y", "Y");
-    let m = w.mount(&[]);
+    let m = w.mount(ORIGIN);
     let old = File::open(m.path("b")).expect("open");
     fs::rename(m.path("a"), m.path("b")).expect("rename");
     assert_eq!(m.read("b").expect("read"), b"A");
@@ -183,12 +184,7 @@ fn renames_replace_and_directories_are_copied_by_mv() {
         Ok(_) => assert_eq!(text, "B"),
         Err(e) => assert_eq!(e.raw_os_error(), Some(libc::ESTALE)),
     }
-    assert_eq!(
-        fs::rename(m.path("dir"), m.path("moved")).expect_err("refused").raw_os_error(),
-        Some(libc::EXDEV)
-    );
-    let s = Command::new("mv").arg(m.path("dir")).arg(m.path("moved")).output().expect("mv");
-    assert!(s.status.success(), "{}", String::from_utf8_lossy(&s.stderr));
+    fs::rename(m.path("dir"), m.path("moved")).expect("rename");
     assert_eq!(m.read("moved/sub/y").expect("read"), b"Y");
     assert!(w.object("dir/x").is_none() && w.object("moved/x").is_some());
 }
@@ -198,7 +194,7 @@ fn renames_replace_and_directories_are_copied_by_mv() {
 #[test]
 fn w5_an_unlinked_open_file_stays_usable() {
     let w = World::new();
-    let m = w.mount(&[]);
+    let m = w.mount(ORIGIN);
     let mut f = File::options()
         .create(true)
         .truncate(true)
@@ -224,7 +220,7 @@ fn a_directory_origin_is_written_natively() {
     let w = World::new();
     let dir = w.dir.path().join("native");
     fs::create_dir(&dir).expect("mkdir");
-    let m = w.mount_source(&format!("file://{}", dir.display()), &w.mnt(), &[]);
+    let m = w.mount_source(&format!("file://{}", dir.display()), &w.mnt(), ORIGIN);
     fs::create_dir(m.path("d")).expect("mkdir");
     fs::write(m.path("d/f"), pattern(3_000_000, 1)).expect("write");
     assert!(fs::read(dir.join("d/f")).expect("read") == pattern(3_000_000, 1));
@@ -268,7 +264,7 @@ fn a_writer_beside_a_passthrough_reader_harms_neither() {
 fn a_file_being_written_outlives_listings() {
     let w = World::new();
     w.put("d/other", "x");
-    let m = w.mount(&["--metadata-ttl", "0s", "--negative-ttl", "0s"]);
+    let m = w.mount(&["--ack", "origin", "--metadata-ttl", "0s", "--negative-ttl", "0s"]);
     let mut f = File::create(m.path("d/new")).expect("create");
     f.write_all(b"first").expect("write");
     std::thread::sleep(std::time::Duration::from_millis(50));

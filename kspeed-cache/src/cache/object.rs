@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -438,6 +439,28 @@ impl CachedObject {
             Ok(())
         };
         whole.await
+    }
+
+    /// Takes over a file that holds the object's bytes, on the first cache disk;
+    /// the file may be gone afterwards. Blocks no task: it reads the file on a
+    /// thread for that.
+    ///
+    /// # Errors
+    /// The disk fails, or the file is not as large as the object.
+    pub async fn adopt(self: &Arc<Self>, path: &Path) -> io::Result<()> {
+        let (this, path) = (self.clone(), path.to_path_buf());
+        let adopted = tokio::task::spawn_blocking(move || {
+            let Some(disk) = this.cache.0.disk(this.id) else { return Ok(()) };
+            if this.is_small() {
+                let bytes = std::fs::read(&path)?;
+                if bytes.len() as u64 != this.meta.size {
+                    return Err(io::ErrorKind::InvalidData.into());
+                }
+                return disk.put_small(this.id, &bytes);
+            }
+            disk.adopt(this.id, this.origin.name(), &this.meta, this.blocks, &path)
+        });
+        adopted.await.map_err(io::Error::other)?
     }
 
     /// Bytes in the cache.

@@ -67,6 +67,12 @@ pub enum OriginError {
         /// What does not fit.
         detail: String,
     },
+    /// Who asked for it wants it no longer.
+    #[error("{what}: given up")]
+    Cancelled {
+        /// What was asked for.
+        what: String,
+    },
     /// The request can't succeed as it is.
     #[error("{what}: {detail}")]
     Invalid {
@@ -104,6 +110,7 @@ impl OriginError {
             Self::NotFound { .. }
             | Self::Changed { .. }
             | Self::Denied { .. }
+            | Self::Cancelled { .. }
             | Self::Invalid { .. }
             | Self::Unsupported { .. }
             | Self::Io { .. } => false,

@@ -134,6 +134,16 @@ impl Origin for Fault {
         self.inner.put(key, body, how).await
     }
 
+    async fn rename(&self, from: &Key, to: &Key) -> Result<ObjectMeta, OriginError> {
+        self.strike(false).await?;
+        self.inner.rename(from, to).await
+    }
+
+    async fn owner(&self, key: &Key) -> Result<(ObjectMeta, Option<String>), OriginError> {
+        self.strike(false).await?;
+        self.inner.owner(key).await
+    }
+
     async fn abort_upload(&self, key: &Key, id: &str) -> Result<(), OriginError> {
         self.strike(false).await?;
         self.inner.abort_upload(key, id).await

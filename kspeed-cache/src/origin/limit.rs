@@ -213,6 +213,14 @@ impl Origin for Limit {
         self.slotted(self.inner.put(key, body, how)).await
     }
 
+    async fn rename(&self, from: &Key, to: &Key) -> Result<ObjectMeta, OriginError> {
+        self.slotted(self.inner.rename(from, to)).await
+    }
+
+    async fn owner(&self, key: &Key) -> Result<(ObjectMeta, Option<String>), OriginError> {
+        self.slotted(self.inner.owner(key)).await
+    }
+
     async fn abort_upload(&self, key: &Key, id: &str) -> Result<(), OriginError> {
         self.slotted(self.inner.abort_upload(key, id)).await
     }

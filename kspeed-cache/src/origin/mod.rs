@@ -36,6 +36,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::BoxStream;
 use serde::{Deserialize, Serialize};
+use tokio_util::sync::CancellationToken;
 
 pub use error::OriginError;
 pub use fault::{Fault, FaultKind, FaultPlan};
@@ -181,6 +182,9 @@ pub struct PutOptions {
     pub token: Option<String>,
     /// Remembers parts. Without it an upload in parts that fails is aborted.
     pub log: Option<Arc<dyn UploadLog>>,
+    /// Ends an upload in parts: nothing of it stays, and
+    /// [`OriginError::Cancelled`] is what comes back. A put in one request goes on.
+    pub cancel: Option<CancellationToken>,
 }
 
 /// A source of objects. See the module for the contract.
@@ -217,6 +221,17 @@ pub trait Origin: Send + Sync {
         to: &Key,
         attributes: &Attributes,
     ) -> Result<ObjectMeta, OriginError>;
+
+    /// Renames a file or a directory, at once and whole, where the origin can: only
+    /// a directory can.
+    async fn rename(&self, from: &Key, _to: &Key) -> Result<ObjectMeta, OriginError> {
+        Err(OriginError::Unsupported { what: format!("{}{from}", self.name()) })
+    }
+
+    /// Attributes of one object, and the token of the put that made it.
+    async fn owner(&self, key: &Key) -> Result<(ObjectMeta, Option<String>), OriginError> {
+        Ok((self.head(key).await?, None))
+    }
 
     /// Aborts an upload in parts; one that isn't there is no error.
     async fn abort_upload(&self, _key: &Key, _id: &str) -> Result<(), OriginError> {

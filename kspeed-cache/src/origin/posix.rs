@@ -470,6 +470,21 @@ impl Origin for PosixOrigin {
         self.put(to, PutBody::File { path, len: from.size }, &how).await
     }
 
+    async fn rename(&self, from: &Key, to: &Key) -> Result<ObjectMeta, OriginError> {
+        let (old, new) = (self.path(from.as_bytes())?, self.path(to.as_bytes())?);
+        let to = to.clone();
+        blocking(move || {
+            let what = old.display().to_string();
+            let renamed = || -> std::io::Result<ObjectMeta> {
+                fs::rename(&old, &new)?;
+                File::open(new.parent().unwrap_or(Path::new("/")))?.sync_all()?;
+                Ok(meta_of(to.as_bytes(), &fs::symlink_metadata(&new)?))
+            };
+            renamed().map_err(|e| OriginError::io(&what, e))
+        })
+        .await
+    }
+
     fn local_path(&self, key: &Key) -> Option<PathBuf> {
         self.path(key.as_bytes()).ok()
     }

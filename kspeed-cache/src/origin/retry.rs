@@ -238,6 +238,14 @@ impl Origin for Retry {
         }
     }
 
+    async fn rename(&self, from: &Key, to: &Key) -> Result<ObjectMeta, OriginError> {
+        self.inner.rename(from, to).await
+    }
+
+    async fn owner(&self, key: &Key) -> Result<(ObjectMeta, Option<String>), OriginError> {
+        self.tried(|| self.inner.owner(key)).await
+    }
+
     async fn abort_upload(&self, key: &Key, id: &str) -> Result<(), OriginError> {
         self.tried(|| self.inner.abort_upload(key, id)).await
     }

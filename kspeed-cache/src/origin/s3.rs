@@ -245,8 +245,16 @@ impl S3Origin {
                 )
             }
         });
-        let done: Result<Vec<CompletedPart>, OriginError> =
-            upload.buffered(PARTS_IN_FLIGHT).try_collect().await;
+        let cancelled = async {
+            match &how.cancel {
+                Some(c) => c.cancelled().await,
+                None => std::future::pending().await,
+            }
+        };
+        let done: Result<Vec<CompletedPart>, OriginError> = tokio::select! {
+            r = upload.buffered(PARTS_IN_FLIGHT).try_collect() => r,
+            () = cancelled => Err(OriginError::Cancelled { what: what.clone() }),
+        };
         let completed = match done {
             Ok(parts) => {
                 let all = CompletedMultipartUpload::builder().set_parts(Some(parts)).build();
@@ -512,6 +520,7 @@ where
                 detail: format!("{detail}; this machine's clock is wrong, set it (NTP)"),
             };
         }
+        "NotImplemented" => return OriginError::Unsupported { what },
         "NoSuchBucket" => {
             return OriginError::NotFound { what: format!("the bucket of {what}") };
         }
@@ -708,6 +717,10 @@ impl Origin for S3Origin {
         } else {
             Err(OriginError::Changed { what: self.what(key) })
         }
+    }
+
+    async fn owner(&self, key: &Key) -> Result<(ObjectMeta, Option<String>), OriginError> {
+        self.head_with_token(key).await
     }
 
     async fn abort_upload(&self, key: &Key, id: &str) -> Result<(), OriginError> {

@@ -4,6 +4,6 @@ pub(crate) mod disk;
 pub mod policy;
 mod ram;
 
-pub use disk::{DiskConfig, DiskError, DiskTier, LargeFile, PassthroughFile};
+pub use disk::{DiskConfig, DiskError, DiskTier, LargeFile, PassthroughFile, lock_dir};
 pub use policy::{EvictionPolicy, Expected, Lru, NextUse, Sieve};
 pub(crate) use ram::RamTier;

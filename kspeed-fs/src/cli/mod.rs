@@ -1,6 +1,7 @@
 //! The commands.
 
 mod bench;
+mod fsck;
 mod mount;
 mod paths;
 mod show;
@@ -24,11 +25,12 @@ struct Cli {
 enum Command {
     /// Mounts SOURCE on MOUNTPOINT; returns when the mount serves.
     Mount(MountArgs),
-    /// Unmounts, and waits until the daemon has ended.
+    /// Waits until all is uploaded, unmounts, and waits until the daemon has ended.
     Umount {
         /// Where it is mounted.
         mountpoint: PathBuf,
-        /// Detaches the mount even if it is in use.
+        /// Detaches the mount even if it is in use or something is not uploaded; that stays
+        /// in the cache directory.
         #[arg(long)]
         no_drain: bool,
     },
@@ -74,6 +76,20 @@ enum Command {
         /// Files or directories.
         #[arg(required = true)]
         paths: Vec<PathBuf>,
+    },
+    /// Returns when what was written at the paths is in the origin.
+    Sync {
+        /// Files or directories.
+        #[arg(required = true)]
+        paths: Vec<PathBuf>,
+    },
+    /// Checks what a cache directory holds that is not uploaded.
+    Fsck {
+        /// The cache directory.
+        cache_dir: PathBuf,
+        /// Cuts a journal before its first damaged line, and sets the rest aside.
+        #[arg(long)]
+        repair: bool,
     },
     /// Shows how much of each file is cached where.
     LsCache {
@@ -162,6 +178,8 @@ pub fn run() -> ExitCode {
         Command::Evict { paths } => paths::each(crate::control::PathsAction::Evict, paths),
         Command::Pin { paths } => paths::each(crate::control::PathsAction::Pin, paths),
         Command::Unpin { paths } => paths::each(crate::control::PathsAction::Unpin, paths),
+        Command::Sync { paths } => paths::each(crate::control::PathsAction::Sync, paths),
+        Command::Fsck { cache_dir, repair } => fsck::fsck(&cache_dir, repair),
         Command::LsCache { path, json } => paths::list(&path, json),
         Command::Doctor { options } => show::doctor(options.raw, options.json),
         Command::Bench { mountpoint, size } => bench::bench(&mountpoint, &size),

@@ -24,6 +24,8 @@ const PROGRESS: &str = "indexed ";
 const MIN_WORKERS: usize = 2;
 /// After the last request a daemon ends within this.
 const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(30);
+/// umount gives up when no upload ends for so long.
+const DRAIN_PATIENCE: Duration = Duration::from_secs(120);
 const UMOUNT_DEADLINE: Duration = Duration::from_secs(60);
 
 fn checked(
@@ -163,6 +165,7 @@ async fn run(config: ProcessConfig, mounts: Vec<MountConfig>, daemon: bool) -> R
         }
         tracing::info!(version = env!("CARGO_PKG_VERSION"), "serving");
         until_over(&process).await?;
+        process.drain().await;
     } else {
         process.unmount_all();
     }
@@ -211,6 +214,21 @@ pub(super) fn umount(mountpoint: &Path, no_drain: bool) -> Result<(), Failure> {
     let mountpoint = std::path::absolute(mountpoint)?;
     // Asked for before: afterwards there is nobody to ask.
     let pid = status_pid(&mountpoint);
+    if !no_drain && pid.is_some() {
+        let patience = match std::env::var("KSPEED_DRAIN_PATIENCE") {
+            Ok(p) => crate::config::parse_duration(&p).ok_or_else(|| {
+                Failure::usage(format!("KSPEED_DRAIN_PATIENCE: {p:?} is not a duration like 30s"))
+            })?,
+            Err(_) => DRAIN_PATIENCE,
+        };
+        super::paths::drain(&mountpoint, patience).map_err(|f| {
+            Failure::failed(format!(
+                "{}: {}; it stays mounted, or use --no-drain: what is not uploaded stays in the cache directory for the next mount",
+                mountpoint.display(),
+                f.message
+            ))
+        })?;
+    }
     unmount(&mountpoint, no_drain).map_err(|e| {
         let hint = match e.raw_os_error() {
             Some(libc::EBUSY) => "; close what is open there (`fuser -vm`), or use --no-drain",
@@ -224,6 +242,7 @@ pub(super) fn umount(mountpoint: &Path, no_drain: bool) -> Result<(), Failure> {
         && Path::new(&format!("/proc/{pid}")).exists()
         && !is_zombie(pid)
         && serves_nothing_else(&mountpoint, pid)
+        && !no_drain
     {
         if began.elapsed() > UMOUNT_DEADLINE {
             return Err(Failure::failed(format!(

@@ -1,8 +1,9 @@
-//! Commands on paths: warm, evict, pin, unpin, ls-cache.
+//! Commands on paths: warm, evict, pin, unpin, sync, ls-cache.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -18,7 +19,7 @@ fn requests(action: PathsAction, paths: Vec<PathBuf>) -> Result<Vec<PathsRequest
     }
     Ok(by_mount
         .into_iter()
-        .map(|(mountpoint, paths)| PathsRequest { action, mountpoint, paths })
+        .map(|(mountpoint, paths)| PathsRequest { action, mountpoint, paths, patience_ms: None })
         .collect())
 }
 
@@ -94,6 +95,26 @@ fn run(action: PathsAction, paths: Vec<PathBuf>) -> Result<(), Failure> {
         return Err(Failure::failed(format!("{failures} files or paths failed")));
     }
     Ok(())
+}
+
+/// Waits until a whole mount is uploaded, or nothing gets on for `patience`.
+pub(super) fn drain(mountpoint: &Path, patience: Duration) -> Result<(), Failure> {
+    let client = Client::of_mount(mountpoint)?;
+    let r = PathsRequest {
+        action: PathsAction::Sync,
+        mountpoint: mountpoint.to_path_buf(),
+        paths: vec![PathBuf::new()],
+        patience_ms: u64::try_from(patience.as_millis()).ok(),
+    };
+    let mut why = None;
+    small_runtime()?.block_on(client.paths(&r, |line| match line {
+        PathsLine::Progress { files, total_files, .. } if std::io::stderr().is_terminal() => {
+            eprint!("\ruploading: {files} of {total_files} changes ");
+        }
+        PathsLine::Failed { error, .. } => why = Some(error),
+        _ => {}
+    }))?;
+    why.map_or(Ok(()), |w| Err(Failure::failed(w)))
 }
 
 fn progress_bar() -> ProgressBar {

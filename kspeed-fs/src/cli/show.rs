@@ -83,6 +83,24 @@ fn print_status(s: &ProcessStatus) {
         );
     }
     for m in &s.mounts {
+        let p = &m.pending;
+        if p.changes == 0 {
+            continue;
+        }
+        let left = p.left_s.map_or_else(String::new, |s| format!(", about {s:.0} s left"));
+        println!(
+            "  write-back {}: not uploaded: {} changes, {} staged, the oldest for {:.0} s; {}/s{left}",
+            m.mountpoint.display(),
+            p.changes,
+            size_text(p.staged_bytes),
+            p.oldest_s,
+            size_text(p.rate)
+        );
+        for f in &p.failed {
+            println!("            {}: {} (tried {} times)", f.path, f.reason, f.tries);
+        }
+    }
+    for m in &s.mounts {
         for d in &m.datasets {
             let path = if d.path.is_empty() { "." } else { &d.path };
             println!("  dataset   {} of {}: {} files", path, m.mountpoint.display(), d.files);

@@ -18,6 +18,7 @@ pub use units::{parse_duration, parse_rate, parse_size, size_text};
 
 use crate::dataset::CpuShare;
 use crate::pipeline::Predict;
+use crate::writeback::Ack;
 
 /// Default of --cache-size when the disk's free space is not known, in bytes.
 const CACHE_SIZE_FALLBACK: u64 = 10 << 30;
@@ -34,6 +35,7 @@ const MEMORY_FIXED: u64 = 64 << 20;
 /// Below this a --metadata-ttl has no lower bound; 0 asks at each lookup.
 const METADATA_TTL_DEFAULT: Duration = Duration::from_secs(60);
 const NEGATIVE_TTL_DEFAULT: Duration = Duration::from_secs(5);
+const UPLOAD_DELAY_DEFAULT: Duration = Duration::from_secs(1);
 const IO_TIMEOUT_DEFAULT: Duration = Duration::from_secs(100);
 /// Requests to the origin at once.
 const MAX_REQUESTS_DEFAULT: usize = 256;
@@ -108,6 +110,16 @@ pub struct MountConfig {
     pub negative_ttl: Duration,
     /// Deadline of a call.
     pub io_timeout: Duration,
+    /// When close and fsync return.
+    pub ack: Ack,
+    /// Close waits for the disk.
+    pub sync_on_close: bool,
+    /// A closed file is uploaded after this.
+    pub upload_delay: Duration,
+    /// What may be written and not uploaded, in bytes; none: half the cache.
+    pub stage_bytes: Option<u64>,
+    /// Take over what another source's mount did not upload.
+    pub recover: bool,
     /// Bytes per second from the origin.
     pub max_fetch_rate: Option<u64>,
     /// Requests to the origin at once.
@@ -246,16 +258,23 @@ impl MountConfig {
         if snapshot && matches!(source, Source::Posix(_)) {
             return Err(bad("--snapshot", source_text, "an s3:// or oss:// source"));
         }
-        match raw.ack.as_deref() {
-            None | Some("origin") => {}
+        let ack = match raw.ack.as_deref() {
+            None | Some("local") => Ack::Local,
+            Some("origin") => Ack::Origin,
             Some(a) => {
                 return Err(bad(
                     "--ack",
                     a,
-                    "origin: close returns when the object is in the bucket (local and replica come with the write-back journal)",
+                    "local: the cache disk has it; origin: the object is in the bucket (replica comes with the peer cache)",
                 ));
             }
-        }
+        };
+        let upload_delay =
+            duration("--upload-delay", raw.upload_delay.as_deref(), UPLOAD_DELAY_DEFAULT)?;
+        let stage_bytes = match raw.stage_size.as_deref() {
+            Some(s) => Some(size("--stage-size", Some(s), 0)?),
+            None => None,
+        };
         let predict = match raw.predict.as_deref() {
             None | Some("auto") => Predict::Auto,
             Some("sequential") => Predict::Sequential,
@@ -310,6 +329,11 @@ impl MountConfig {
                 NEGATIVE_TTL_DEFAULT,
             )?,
             io_timeout,
+            ack,
+            sync_on_close: raw.sync_on_close.unwrap_or(true),
+            upload_delay,
+            stage_bytes,
+            recover: raw.recover.unwrap_or(false),
             max_fetch_rate,
             max_requests,
             allow_other: raw.allow_other.unwrap_or(false),
@@ -456,8 +480,10 @@ mod tests {
     #[test]
     fn wrong_values_are_refused_with_the_allowed_ones() {
         type Change = (&'static str, fn(&mut RawMount));
-        let wrong: [Change; 8] = [
-            ("--ack", |r| r.ack = Some("local".into())),
+        let wrong: [Change; 10] = [
+            ("--ack", |r| r.ack = Some("replica".into())),
+            ("--upload-delay", |r| r.upload_delay = Some("soon".into())),
+            ("--stage-size", |r| r.stage_size = Some("big".into())),
             ("--predict", |r| r.predict = Some("always".into())),
             ("--metadata-ttl", |r| r.metadata_ttl = Some("soon".into())),
             ("--file-mode", |r| r.file_mode = Some("999".into())),

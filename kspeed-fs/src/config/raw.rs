@@ -55,9 +55,21 @@ raw_mount! {
     /// Serve names from an index of the whole prefix, built once (with --read-only).
     #[arg(long, env = "KSPEED_SNAPSHOT", num_args = 0..=1, default_missing_value = "true")]
     snapshot: bool,
-    /// When close and fsync return: origin.
+    /// When close and fsync return: local (the cache disk has it) or origin [default: local].
     #[arg(long, env = "KSPEED_ACK", value_name = "WHEN")]
     ack: String,
+    /// With --ack local: close waits for the disk, as fsync does [default: true].
+    #[arg(long, env = "KSPEED_SYNC_ON_CLOSE", num_args = 0..=1, default_missing_value = "true")]
+    sync_on_close: bool,
+    /// A closed file is uploaded after this [default: 1s].
+    #[arg(long, env = "KSPEED_UPLOAD_DELAY", value_name = "D")]
+    upload_delay: String,
+    /// What is written and not uploaded may take this of the cache disk [default: half of --cache-size].
+    #[arg(long, env = "KSPEED_STAGE_SIZE", value_name = "SIZE")]
+    stage_size: String,
+    /// Takes over files of another source that were written and not uploaded.
+    #[arg(long, env = "KSPEED_RECOVER", num_args = 0..=1, default_missing_value = "true")]
+    recover: bool,
     /// Endpoint of another store than AWS.
     #[arg(long, env = "KSPEED_ENDPOINT_URL", value_name = "URL")]
     endpoint_url: String,

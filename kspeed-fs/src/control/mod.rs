@@ -36,6 +36,8 @@ pub enum PathsAction {
     Unpin,
     /// Tell what is cached.
     List,
+    /// Wait until the origin has it as it was written.
+    Sync,
 }
 
 /// An order in which files will be read, so that they are there before.
@@ -68,6 +70,10 @@ pub struct PathsRequest {
     pub mountpoint: PathBuf,
     /// Paths relative to it; directories stand for all files below.
     pub paths: Vec<PathBuf>,
+    /// For [`PathsAction::Sync`]: it fails when nothing gets on for so many
+    /// milliseconds; none: only when it can't get on.
+    #[serde(default)]
+    pub patience_ms: Option<u64>,
 }
 
 /// A line of the answer.

@@ -158,7 +158,41 @@ async fn resolve(m: &Mounted, path: &Path) -> Result<Vec<(Ino, ObjectMeta)>, FsE
     m.fs.files_below(attr.ino).await
 }
 
+/// Waits until the origin has what was written below some paths.
+async fn sync(m: &Mounted, r: &PathsRequest, tell: &mpsc::Sender<PathsLine>) {
+    use std::os::unix::ffi::OsStrExt;
+    let (mut done, mut failed) = (0, 0);
+    let patience = r.patience_ms.map(Duration::from_millis);
+    let before = m.fs.writeback().map_or(0, |w| w.pending().changes);
+    let progress = |left: u64, bytes: u64| {
+        let files = before.saturating_sub(left);
+        let line = PathsLine::Progress { files, bytes: 0, total_files: before, total_bytes: bytes };
+        // A reader that is slow hears of the next.
+        let _ = tell.try_send(line);
+    };
+    for path in &r.paths {
+        let Some(w) = m.fs.writeback() else { break };
+        match w.drain(path.as_os_str().as_bytes(), patience, &progress).await {
+            Ok(()) => done += 1,
+            Err(e) => {
+                failed += 1;
+                let path = path.display().to_string();
+                let _ = tell.send(PathsLine::Failed { path, error: e.to_string() }).await;
+            }
+        }
+    }
+    let line = PathsLine::Done { files: done, bytes: 0, pushed_bytes: 0, failed };
+    let _ = tell.send(line).await;
+}
+
 async fn work(m: Arc<Mounted>, r: PathsRequest, tell: mpsc::Sender<PathsLine>) {
+    if r.action == PathsAction::Sync {
+        tokio::select! {
+            () = sync(&m, &r, &tell) => {}
+            () = tell.closed() => {}
+        }
+        return;
+    }
     let counts = Counts { files: 0.into(), bytes: 0.into(), pushed: 0.into(), failed: 0.into() };
     let mut files = Vec::new();
     for path in &r.paths {
@@ -240,6 +274,7 @@ async fn one(
         }
         PathsAction::Pin => o.pin(true).map_err(|e| e.to_string()),
         PathsAction::Unpin => o.pin(false).map_err(|e| e.to_string()),
+        PathsAction::Sync => Ok(()),
         PathsAction::List => {
             return Some(PathsLine::File {
                 path,

@@ -12,9 +12,9 @@ use kspeed_cache::CachedObject;
 use kspeed_cache::tier::PassthroughFile;
 use parking_lot::{Mutex, RwLock};
 
-use super::stage::Stage;
 use crate::errno::FsError;
 use crate::namespace::{Ino, Listing};
+use crate::writeback::Stage;
 
 /// A handle's number, as the kernel is told; 0 is none.
 pub type HandleId = u64;
@@ -91,7 +91,7 @@ enum Way {
     Through {
         handles: u32,
         /// Not evicted while the kernel reads it.
-        backing: Backing,
+        _backing: Backing,
         registration: Registration,
     },
 }
@@ -123,7 +123,7 @@ impl Modes {
                 let made = backing.and_then(|b| register(&b).map(|r| (b, r)));
                 match made {
                     Some((b, r)) => {
-                        let way = Way::Through { handles: 1, backing: b, registration: r.clone() };
+                        let way = Way::Through { handles: 1, _backing: b, registration: r.clone() };
                         modes.insert(ino, way);
                         Some(r)
                     }
@@ -136,10 +136,14 @@ impl Modes {
         }
     }
 
-    /// Whether the kernel reads the inode from a cache file by itself now.
-    pub(super) fn reads_cache_file(&self, ino: Ino) -> bool {
-        let modes = self.0.lock();
-        matches!(modes.get(&ino), Some(Way::Through { backing: Backing::Cached(_), .. }))
+    /// Whether the kernel reads the inode from some file by itself now.
+    pub(super) fn is_through(&self, ino: Ino) -> bool {
+        matches!(self.0.lock().get(&ino), Some(Way::Through { .. }))
+    }
+
+    /// Whether somebody has the inode open.
+    pub(super) fn is_open(&self, ino: Ino) -> bool {
+        self.0.lock().contains_key(&ino)
     }
 
     /// A handle of the inode was closed.

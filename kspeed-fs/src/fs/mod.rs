@@ -8,13 +8,12 @@
 //! await but a stage's upload lock.
 
 mod handles;
+mod names;
 mod read;
-mod stage;
 mod write;
 mod xattr;
 
 use std::collections::HashSet;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -26,13 +25,13 @@ use parking_lot::Mutex;
 pub use handles::{HandleId, OpenKind, Opened, Registration};
 use handles::{Handles, Modes};
 pub use read::Readable;
-pub use stage::Stage;
-use stage::Stages;
-pub use write::name_bytes;
+pub use write::{Maker, name_bytes};
 
 use crate::errno::FsError;
 use crate::namespace::{Attr, Entry, Ino, Kind, Listed, Listing, Namespace, OnStale};
 use crate::pipeline::Pipeline;
+pub use crate::writeback::Stage;
+use crate::writeback::Writeback;
 
 /// How a mount behaves.
 #[derive(Clone, Debug)]
@@ -51,8 +50,6 @@ pub struct FsOptions {
     pub file_mode: u32,
     /// Permission bits of directories.
     pub dir_mode: u32,
-    /// Where files being written are, on the cache disk.
-    pub stage_dir: Option<PathBuf>,
 }
 
 /// Counters of a mount.
@@ -70,8 +67,6 @@ pub struct FsStats {
     pub passthrough_opens: AtomicU64,
     /// Other opens.
     pub other_opens: AtomicU64,
-    /// Bytes uploaded.
-    pub uploaded_bytes: AtomicU64,
     /// Calls that ended with an error worth logging.
     pub errors: AtomicU64,
 }
@@ -85,7 +80,8 @@ pub struct FileSystem {
     pub(crate) stats: FsStats,
     handles: Handles,
     modes: Modes,
-    stages: Stages,
+    /// None where nothing can be written.
+    pub(crate) writeback: Option<Arc<Writeback>>,
     /// Inodes whose object this mount replaced: the kernel must not keep the
     /// pages that it has of them.
     rewritten: Mutex<HashSet<Ino>>,
@@ -108,6 +104,7 @@ impl FileSystem {
         cache: Cache,
         origin: Arc<dyn Origin>,
         pipeline: Pipeline,
+        writeback: Option<Arc<Writeback>>,
         options: FsOptions,
     ) -> Self {
         let recent = moka::sync::Cache::builder()
@@ -122,7 +119,7 @@ impl FileSystem {
             stats: FsStats::default(),
             handles: Handles::default(),
             modes: Modes::default(),
-            stages: Stages::default(),
+            writeback,
             rewritten: Mutex::default(),
             recent,
             pipeline,
@@ -160,10 +157,16 @@ impl FileSystem {
         &self.origin
     }
 
-    /// Files being written now.
+    /// What is written through this mount.
+    #[must_use]
+    pub fn writeback(&self) -> Option<&Arc<Writeback>> {
+        self.writeback.as_ref()
+    }
+
+    /// Files whose bytes are not in the origin, or that are open.
     #[must_use]
     pub fn stages(&self) -> usize {
-        self.stages.len()
+        self.writeback.as_ref().map_or(0, |w| w.stages().count())
     }
 
     /// Handles open now.
@@ -222,13 +225,19 @@ impl FileSystem {
     /// A file that is being written is as large as its stage.
     fn staged_entry(&self, mut e: Entry) -> Entry {
         if e.attr.kind == Kind::File
-            && let Some(s) = self.stages.get(e.attr.ino)
-            && let Ok((size, mtime_ns)) = s.look()
+            && let Some(s) = self.stage(e.attr.ino)
+            && let Ok(look) = s.look()
         {
-            e.attr.size = size;
-            e.attr.mtime_ns = mtime_ns;
-            // The kernel writes the stage without us: attributes don't last.
-            e.ttl = Duration::ZERO;
+            e.attr.size = look.size();
+            e.attr.mtime_ns = look.mtime_ns();
+            let own = s.attributes.lock();
+            e.attr.mode = own.mode.or(e.attr.mode);
+            e.attr.uid = own.uid.or(e.attr.uid);
+            e.attr.gid = own.gid.or(e.attr.gid);
+            if s.has_writers() {
+                // The kernel writes the stage without us: attributes don't last.
+                e.ttl = Duration::ZERO;
+            }
         }
         e
     }
@@ -344,10 +353,19 @@ impl FileSystem {
     /// # Errors
     /// No such inode, or a directory.
     pub fn object(&self, ino: Ino) -> Result<Arc<CachedObject>, FsError> {
-        if let Some(o) = self.recent.get(&ino) {
+        let recent = self.recent.get(&ino);
+        if self.writeback.is_none()
+            && let Some(o) = recent
+        {
             return Ok(o);
         }
         let meta = self.namespace.object(ino)?;
+        // What is written here gives an inode another object.
+        if let Some(o) =
+            recent.filter(|o| o.meta().version == meta.version && o.meta().key == meta.key)
+        {
+            return Ok(o);
+        }
         let o = self.cache.object(&self.origin, &meta);
         self.recent.insert(ino, o.clone());
         Ok(o)
@@ -417,5 +435,7 @@ fn plain_attr(ino: Ino, e: &Listed) -> Attr {
         size: e.meta.as_ref().map_or(0, |m| m.size),
         mtime_ns: e.meta.as_ref().map_or(0, |m| m.mtime_ns),
         mode: e.meta.as_ref().and_then(|m| m.mode),
+        uid: None,
+        gid: None,
     }
 }

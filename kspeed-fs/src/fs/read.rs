@@ -30,7 +30,7 @@ impl FileSystem {
     pub fn open_read(&self, ino: Ino) -> Result<Opened, FsError> {
         // The stage first: who opens a file that is being written reads what was
         // written (C5).
-        let kind = match self.stages.open(ino) {
+        let kind = match self.stage_to_read(ino) {
             Some(s) => OpenKind::Stage(s, false),
             None => OpenKind::Object(self.object(ino)?),
         };
@@ -41,6 +41,12 @@ impl FileSystem {
             matches!(kind, OpenKind::Object(_)) && !self.rewritten.lock().contains(&ino);
         let handle = self.handles.add(kind.clone());
         Ok(Opened { handle, kind, keep_cache })
+    }
+
+    fn stage_to_read(&self, ino: Ino) -> Option<Arc<Stage>> {
+        let s = self.stage(ino)?;
+        let w = self.writeback.as_ref()?;
+        w.stages().enter(&s, false).then_some(s)
     }
 
     /// Settles by what way the kernel will read this open file; `register` makes
@@ -71,7 +77,7 @@ impl FileSystem {
     /// A bad handle or inode.
     pub fn readable(&self, ino: Ino, handle: HandleId) -> Result<Readable, FsError> {
         if handle == 0 {
-            return match self.stages.get(ino) {
+            return match self.stage(ino) {
                 Some(s) => Ok(Readable::Stage(s)),
                 None => Ok(Readable::Object(self.object(ino)?)),
             };
@@ -79,7 +85,7 @@ impl FileSystem {
         match self.handles.get(handle)? {
             OpenKind::Stage(s, _) => Ok(Readable::Stage(s)),
             // Opened before somebody began to write: POSIX shows the writes.
-            OpenKind::Object(o) => Ok(match self.stages.get(ino) {
+            OpenKind::Object(o) => Ok(match self.stage(ino) {
                 Some(s) => Readable::Stage(s),
                 None => Readable::Object(o),
             }),

@@ -17,15 +17,15 @@ impl FileSystem {
         if !NAMES.contains(&name) || self.attr(ino)?.attr.kind != Kind::File {
             return Err(FsError::NoAttribute);
         }
-        let stage = self.stages.get(ino);
+        let stage = self.stage(ino);
         let text = match name {
             "user.kspeed.cached" => match stage {
-                Some(s) => s.look()?.0.to_string(),
+                Some(s) => s.look()?.size().to_string(),
                 None => self.object(ino)?.cached_bytes().to_string(),
             },
             "user.kspeed.state" => match stage {
-                Some(s) if s.is_dirty() => "staged".into(),
-                _ => "clean".into(),
+                Some(s) => self.writeback.as_ref().map_or("clean", |w| w.state_of(&s)).into(),
+                None => "clean".into(),
             },
             "user.kspeed.etag" => self.namespace.object(ino)?.version.as_str().to_owned(),
             _ => u8::from(self.object(ino)?.is_pinned()).to_string(),

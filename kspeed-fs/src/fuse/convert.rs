@@ -24,7 +24,7 @@ pub(super) fn kind_of(k: Kind) -> FileType {
 
 /// Attributes of no inode, for the answer that there is none.
 pub(super) fn nothing() -> Attr {
-    Attr { ino: 0, kind: Kind::File, size: 0, mtime_ns: 0, mode: None }
+    Attr { ino: 0, kind: Kind::File, size: 0, mtime_ns: 0, mode: None, uid: None, gid: None }
 }
 
 fn time(ns: i64) -> SystemTime {
@@ -34,7 +34,7 @@ fn time(ns: i64) -> SystemTime {
 
 pub(super) fn file_attr(o: &FsOptions, a: &Attr) -> FileAttr {
     let mode = match a.kind {
-        Kind::Directory => o.dir_mode,
+        Kind::Directory => a.mode.unwrap_or(o.dir_mode),
         Kind::File => a.mode.unwrap_or(o.file_mode),
         Kind::Symlink => 0o777,
     };
@@ -53,8 +53,8 @@ pub(super) fn file_attr(o: &FsOptions, a: &Attr) -> FileAttr {
         // 1 for directories too: it keeps find from counting subdirectories by
         // links, as on btrfs.
         nlink: 1,
-        uid: o.uid,
-        gid: o.gid,
+        uid: a.uid.unwrap_or(o.uid),
+        gid: a.gid.unwrap_or(o.gid),
         rdev: 0,
         blksize: BLOCK_BYTES,
         flags: 0,

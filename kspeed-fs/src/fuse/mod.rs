@@ -23,15 +23,16 @@ use fuser::{
     BackingId, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
     IoctlFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, RenameFlags, ReplyAttr,
     ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl,
-    ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+    ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
+use kspeed_cache::origin::Attributes;
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::errno::FsError;
-use crate::fs::{FileSystem, HandleId, Opened, Registration, name_bytes};
+use crate::fs::{FileSystem, HandleId, Maker, Opened, Registration, name_bytes};
 use crate::namespace::{Entry, Ino};
 use convert::{errno, file_attr, kind_of, nothing};
 
@@ -144,6 +145,10 @@ impl Opener {
         }
         reply.opened(FileHandle(handle), flags);
     }
+}
+
+fn maker(req: &Request, mode: u32, umask: u32) -> Maker {
+    Maker { mode: mode & !umask & 0o7777, uid: req.uid(), gid: req.gid() }
 }
 
 fn note(fs: &FileSystem, e: &FsError, what: &str, ino: Ino) {
@@ -374,33 +379,32 @@ impl Filesystem for Adapter {
     ) {
         self.guarded("setattr", || {
             let fs = self.fs.clone();
-            let current = match fs.attr(ino.0) {
-                Ok(e) => file_attr(fs.options(), &e.attr),
-                Err(e) => return reply.error(errno(&e)),
+            let set = Attributes {
+                mode: mode.map(|m| m & 0o7777),
+                uid,
+                gid,
+                mtime_ns: mtime.map(nanoseconds),
             };
-            // Mode and owner are not stored: what would change them is refused,
-            // what sets them to what they are is done.
-            let changes = mode.is_some_and(|m| m & 0o7777 != u32::from(current.perm))
-                || uid.is_some_and(|u| u != current.uid)
-                || gid.is_some_and(|g| g != current.gid);
-            if changes {
-                return reply.error(Errno::EOPNOTSUPP);
-            }
-            if let Some(size) = size {
-                let after = fs.clone();
-                return self.spawn(
-                    req,
-                    "truncate",
-                    ino,
-                    async move { fs.truncate(ino.0, fh.map(|h| h.0), size).await },
-                    move |r| reply_attr(&after, reply, r),
-                );
-            }
-            let r = match mtime {
-                Some(t) => fs.set_mtime(ino.0, nanoseconds(t)),
-                None => fs.attr(ino.0),
-            };
-            reply_attr(&fs, reply, r);
+            let after = fs.clone();
+            self.spawn(
+                req,
+                "setattr",
+                ino,
+                async move {
+                    let mut entry = None;
+                    if let Some(size) = size {
+                        entry = Some(fs.truncate(ino.0, fh.map(|h| h.0), size).await?);
+                    }
+                    if set != Attributes::default() {
+                        entry = Some(fs.set_attributes(ino.0, set).await?);
+                    }
+                    match entry {
+                        Some(e) => Ok(e),
+                        None => fs.attr(ino.0),
+                    }
+                },
+                move |r| reply_attr(&after, reply, r),
+            );
         });
     }
 
@@ -425,18 +429,19 @@ impl Filesystem for Adapter {
         req: &Request,
         parent: INodeNo,
         name: &OsStr,
-        _mode: u32,
-        _umask: u32,
+        mode: u32,
+        umask: u32,
         reply: ReplyEntry,
     ) {
         self.guarded("mkdir", || {
             let (fs, name) = (self.fs.clone(), name_bytes(name).to_vec());
+            let by = maker(req, mode, umask);
             let after = fs.clone();
             self.spawn(
                 req,
                 "mkdir",
                 parent,
-                async move { fs.within(fs.mkdir(parent.0, &name)).await },
+                async move { fs.mkdir(parent.0, &name, by).await },
                 move |r| reply_entry(&after, reply, r),
             );
         });
@@ -449,7 +454,7 @@ impl Filesystem for Adapter {
                 req,
                 "unlink",
                 parent,
-                async move { fs.within(fs.unlink(parent.0, &name)).await },
+                async move { fs.unlink(parent.0, &name).await },
                 move |r| reply_empty(reply, r),
             );
         });
@@ -462,7 +467,7 @@ impl Filesystem for Adapter {
                 req,
                 "rmdir",
                 parent,
-                async move { fs.within(fs.rmdir(parent.0, &name)).await },
+                async move { fs.rmdir(parent.0, &name).await },
                 move |r| reply_empty(reply, r),
             );
         });
@@ -642,7 +647,7 @@ impl Filesystem for Adapter {
             if self.fs.options().read_only {
                 return reply.error(Errno::ENOSYS);
             }
-            self.flushed(req, ino, fh, reply);
+            self.flushed(req, ino, fh, false, reply);
         });
     }
 
@@ -654,7 +659,7 @@ impl Filesystem for Adapter {
         _datasync: bool,
         reply: ReplyEmpty,
     ) {
-        self.guarded("fsync", || self.flushed(req, ino, fh, reply));
+        self.guarded("fsync", || self.flushed(req, ino, fh, true, reply));
     }
 
     fn release(
@@ -775,14 +780,54 @@ impl Filesystem for Adapter {
 
     fn fsyncdir(
         &self,
-        _req: &Request,
-        _ino: INodeNo,
+        req: &Request,
+        ino: INodeNo,
         _fh: FileHandle,
         _datasync: bool,
         reply: ReplyEmpty,
     ) {
-        // Names are in the origin before the call that made them returns.
-        reply.ok();
+        self.guarded("fsyncdir", || {
+            let fs = self.fs.clone();
+            self.spawn(req, "fsyncdir", ino, async move { fs.sync_names().await }, move |r| {
+                reply_empty(reply, r);
+            });
+        });
+    }
+
+    fn fallocate(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        length: u64,
+        mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        self.guarded("fallocate", || {
+            reply_empty(reply, self.fs.fallocate(fh.0, offset, length, mode));
+        });
+    }
+
+    fn lseek(
+        &self,
+        _req: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        offset: i64,
+        whence: i32,
+        reply: ReplyLseek,
+    ) {
+        self.guarded("lseek", || {
+            let r = match u64::try_from(offset) {
+                Ok(o) => self.fs.seek(ino.0, fh.0, o, whence),
+                Err(_) => Err(FsError::Invalid("a negative offset")),
+            };
+            match r {
+                Ok(at) => reply.offset(i64::try_from(at).unwrap_or(i64::MAX)),
+                Err(e) => reply.error(errno(&e)),
+            }
+        });
     }
 
     /// No file is a terminal, which is what Python asks at each open.
@@ -861,8 +906,8 @@ impl Filesystem for Adapter {
         req: &Request,
         parent: INodeNo,
         name: &OsStr,
-        _mode: u32,
-        _umask: u32,
+        mode: u32,
+        umask: u32,
         flags: i32,
         reply: ReplyCreate,
     ) {
@@ -870,11 +915,12 @@ impl Filesystem for Adapter {
             let (fs, name) = (self.fs.clone(), name_bytes(name).to_vec());
             let this = self.opener.clone();
             let exclusive = flags & libc::O_EXCL != 0;
+            let by = maker(req, mode, umask);
             self.spawn(
                 req,
                 "create",
                 parent,
-                async move { fs.create(parent.0, &name, exclusive).await },
+                async move { fs.create(parent.0, &name, exclusive, by).await },
                 move |r| {
                     let (e, o) = match r {
                         Ok(r) => r,
@@ -897,12 +943,19 @@ impl Filesystem for Adapter {
 }
 
 impl Adapter {
-    fn flushed(&self, req: &Request, ino: INodeNo, fh: FileHandle, reply: ReplyEmpty) {
+    fn flushed(
+        &self,
+        req: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        is_sync: bool,
+        reply: ReplyEmpty,
+    ) {
         if !self.fs.needs_flush(fh.0) {
             return reply.ok();
         }
         let fs = self.fs.clone();
-        self.spawn(req, "flush", ino, async move { fs.flush(fh.0).await }, move |r| {
+        self.spawn(req, "flush", ino, async move { fs.flush(fh.0, is_sync).await }, move |r| {
             reply_empty(reply, r);
         });
     }

@@ -42,7 +42,10 @@ pub(super) struct VirtualFiles {
 }
 
 fn entry(ino: Ino, kind: Kind, size: u64) -> Entry {
-    Entry { attr: Attr { ino, kind, size, mtime_ns: 0, mode: Some(0o444) }, ttl: Duration::ZERO }
+    Entry {
+        attr: Attr { ino, kind, size, mtime_ns: 0, mode: Some(0o444), uid: None, gid: None },
+        ttl: Duration::ZERO,
+    }
 }
 
 impl VirtualFiles {

@@ -3,27 +3,29 @@
 //!
 //! A directory is known by its listing. The first lookups in a directory probe
 //! for the one name (two listings of one key each, side by side); a directory in
-//! which a third name is wanted is listed whole, since siblings follow. Names
-//! made or removed through this mount are laid over the listing at once and until
-//! a listing that began later says the same.
+//! which a third name is wanted is listed whole, since siblings follow. What this
+//! mount wishes the origin to have is laid over what the origin says; and what
+//! it has made so, until a listing that began later says the same.
 //!
 //! Memory: inodes and listings are each bounded. Beyond its limit the oldest
 //! listing is dropped; for inodes the kernel is asked to forget the oldest names.
 //!
-//! Lock order: a directory's `refresh` (asynchronous) → its `state` → `table`.
+//! Lock order: a directory's `refresh` (asynchronous) → its `state` → `table`,
+//! `wishes`.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
-use kspeed_cache::origin::{ListRequest, Origin, OriginError};
+use kspeed_cache::origin::{Attributes, ListRequest, Origin, OriginError};
 use kspeed_cache::{Key, ObjectKind, ObjectMeta};
 use parking_lot::{Mutex, RwLock};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::{Attr, Entry, Ino, Kind, Listed, Listing, ROOT, names};
 use crate::errno::FsError;
+use crate::writeback::Wishes;
 
 /// From the third name on a directory is listed whole.
 const PROBES_BEFORE_LISTING: u32 = 2;
@@ -64,8 +66,8 @@ struct Node {
     name: Box<[u8]>,
     content: Content,
     lookups: u64,
-    /// Times set through this mount; not stored in the origin.
-    mtime_ns: Option<i64>,
+    /// Set through this mount, and told by it while it knows the inode.
+    set: Attributes,
     /// The name has another inode now, of the same version: never found again.
     retired: bool,
 }
@@ -96,8 +98,7 @@ impl Local {
     /// cover it.
     fn is_newer_than(&self, asked: Instant) -> bool {
         match self {
-            Self::Present(l, t) => *t >= asked || is_local(l),
-            Self::Absent(t) => *t >= asked,
+            Self::Present(_, t) | Self::Absent(t) => *t >= asked,
         }
     }
 }
@@ -115,7 +116,7 @@ struct State {
 struct Directory {
     ino: Ino,
     /// Key prefix: empty, or ending with `/`.
-    prefix: Vec<u8>,
+    prefix: RwLock<Arc<[u8]>>,
     state: Mutex<State>,
     refresh: tokio::sync::Mutex<()>,
 }
@@ -137,6 +138,8 @@ pub struct Live {
     hidden: AtomicU64,
     away_until: Mutex<Option<Instant>>,
     on_stale: RwLock<Option<OnStale>>,
+    /// What this mount has promised and the origin has not yet.
+    wishes: OnceLock<Arc<Mutex<Wishes>>>,
 }
 
 fn now_ns() -> i64 {
@@ -156,7 +159,7 @@ impl Live {
                 name: Box::default(),
                 content: Content::Directory(Arc::new(root)),
                 lookups: 1,
-                mtime_ns: None,
+                set: Attributes::default(),
                 retired: false,
             },
         );
@@ -169,6 +172,7 @@ impl Live {
             hidden: AtomicU64::new(0),
             away_until: Mutex::new(None),
             on_stale: RwLock::new(None),
+            wishes: OnceLock::new(),
         }
     }
 
@@ -216,7 +220,7 @@ impl Live {
             });
         }
         let d = self.directory(parent)?;
-        let key = [&d.prefix, name].concat();
+        let key = [&d.prefix(), name].concat();
         if self.origin.local_path(&Key::from("x")).is_none() {
             if std::str::from_utf8(&key).is_err() {
                 return Err(FsError::NotUtf8);
@@ -267,7 +271,7 @@ impl Live {
             let long = name.len() > names::NAME_MAX;
             return Some(Err(if long { FsError::NameTooLong } else { FsError::NotFound }));
         }
-        let (listed, ttl) = d.known(name, &self.config)?;
+        let (listed, ttl) = self.known(&d, name)?;
         Some(match listed {
             None => Err(FsError::NotFound),
             Some(l) => Ok(Entry { attr: self.adopt(&d, &l, 1), ttl }),
@@ -292,7 +296,7 @@ impl Live {
             }
         };
         if self.is_away()
-            && let Some(l) = d.newest(name)
+            && let Some(l) = self.newest(&d, name)
         {
             return Ok(Entry { attr: self.adopt(&d, &l, 1), ttl: AWAY_TTL });
         }
@@ -304,13 +308,16 @@ impl Live {
         };
         if let Err(e) = asked {
             self.note_away(&e);
-            return match d.newest(name) {
+            return match self.newest(&d, name) {
                 Some(l) if is_away(&e) => Ok(Entry { attr: self.adopt(&d, &l, 1), ttl: AWAY_TTL }),
+                // What a listing did not have is believed not to be there, so
+                // that new files can be made while the origin is away.
+                None if is_away(&e) && d.state.lock().fresh.is_some() => Err(FsError::NotFound),
                 _ => Err(e),
             };
         }
         // The answer is younger than any lifetime, unless that is zero.
-        match d.newest(name) {
+        match self.newest(&d, name) {
             Some(l) => Ok(Entry { attr: self.adopt(&d, &l, 1), ttl: self.config.ttl }),
             None => Err(FsError::NotFound),
         }
@@ -343,7 +350,7 @@ impl Live {
     }
 
     async fn probe(&self, d: &Directory, name: &[u8]) -> Result<Option<Listed>, OriginError> {
-        let key = [&d.prefix, name].concat();
+        let key = [&d.prefix(), name].concat();
         if self.origin.local_path(&Key::from("x")).is_none() && std::str::from_utf8(&key).is_err() {
             return Ok(None);
         }
@@ -366,19 +373,19 @@ impl Live {
     /// that `ls` of what is known works while the origin is away.
     pub async fn listing(&self, ino: Ino) -> Result<Arc<Listing>, FsError> {
         let d = self.directory(ino)?;
-        if let Some(l) = d.merged(Some(self.config.ttl)) {
+        if let Some(l) = self.merged(&d, Some(self.config.ttl)) {
             return Ok(l);
         }
         if self.is_away()
-            && let Some(l) = d.merged(None)
+            && let Some(l) = self.merged(&d, None)
         {
             return Ok(l);
         }
         match self.refresh(&d).await {
-            Ok(()) => d.merged(None).ok_or(FsError::NotFound),
+            Ok(()) => self.merged(&d, None).ok_or(FsError::NotFound),
             Err(e) => {
                 self.note_away(&e);
-                match d.merged(None) {
+                match self.merged(&d, None) {
                     Some(l) if is_away(&e) => Ok(l),
                     _ => Err(e),
                 }
@@ -389,7 +396,7 @@ impl Live {
     /// A listing that is at hand.
     #[must_use]
     pub fn listing_now(&self, ino: Ino) -> Option<Arc<Listing>> {
-        self.directory(ino).ok()?.merged(Some(self.config.ttl))
+        self.merged(&*self.directory(ino).ok()?, Some(self.config.ttl))
     }
 
     async fn refresh(&self, d: &Arc<Directory>) -> Result<(), FsError> {
@@ -400,7 +407,7 @@ impl Live {
             return Ok(());
         }
         let began = Instant::now();
-        let mut listing = self.list(&d.prefix).await?;
+        let mut listing = self.list(&d.prefix()).await?;
         let mut stale: Vec<Box<[u8]>> = Vec::new();
         {
             let mut s = d.state.lock();
@@ -413,14 +420,14 @@ impl Live {
                 }
             }
             listing.changed_ns = s.changed_ns;
-            // What this mount did before the listing began is in it, but for
-            // files that are not uploaded yet.
+            // What this mount did before the listing began is in it.
             s.local.retain(|_, l| l.is_newer_than(began));
             s.probed.clear();
+            let prefix_bytes = d.prefix().len() as u64;
             let bytes: u64 = listing
                 .entries
                 .iter()
-                .map(|e| LISTED_BYTES + e.name.len() as u64 + d.prefix.len() as u64)
+                .map(|e| LISTED_BYTES + e.name.len() as u64 + prefix_bytes)
                 .sum();
             let (mut files, mut file_bytes) = (0, 0);
             for e in &listing.entries {
@@ -542,7 +549,7 @@ impl Live {
         let content = match &l.meta {
             Some(m) => Content::File(m.clone()),
             None => {
-                let prefix = [&d.prefix, &*l.name, b"/"].concat();
+                let prefix = [&d.prefix(), &*l.name, b"/"].concat();
                 Content::Directory(Arc::new(Directory::new(ino, prefix)))
             }
         };
@@ -551,7 +558,7 @@ impl Live {
             name: l.name.clone(),
             content,
             lookups,
-            mtime_ns: None,
+            set: Attributes::default(),
             retired: false,
         };
         let attr = node.attr(ino);
@@ -623,102 +630,6 @@ impl Live {
         }
     }
 
-    /// A name was made or changed through this mount. An inode that is given
-    /// keeps its number and has this object from now on.
-    ///
-    /// # Errors
-    /// The directory is gone.
-    pub fn put(
-        &self,
-        parent: Ino,
-        l: &Listed,
-        keep: Option<Ino>,
-        lookups: u64,
-    ) -> Result<Attr, FsError> {
-        let d = self.directory(parent)?;
-        if let (Some(ino), Some(m)) = (keep, l.meta.as_ref()) {
-            let mut t = self.table.write();
-            if let Some(n) = t.nodes.get_mut(&ino) {
-                n.content = Content::File(m.clone());
-                n.parent = parent;
-                n.name = l.name.clone();
-                t.by_name.insert((parent, l.name.clone()), ino);
-            }
-        }
-        {
-            let mut s = d.state.lock();
-            s.changed_ns = now_ns();
-            s.local.insert(l.name.clone(), Local::Present(l.clone(), Instant::now()));
-        }
-        Ok(self.adopt(&d, l, lookups))
-    }
-
-    /// Times set through this mount are told by it while it knows the inode.
-    pub fn set_mtime(&self, ino: Ino, mtime_ns: i64) {
-        if let Some(n) = self.table.write().nodes.get_mut(&ino) {
-            n.mtime_ns = Some(mtime_ns);
-        }
-    }
-
-    /// A name was removed through this mount.
-    pub fn remove(&self, parent: Ino, name: &[u8]) {
-        if let Ok(d) = self.directory(parent) {
-            let mut s = d.state.lock();
-            s.changed_ns = now_ns();
-            s.local.insert(name.into(), Local::Absent(Instant::now()));
-        }
-        self.table.write().by_name.remove(&(parent, name.into()));
-    }
-
-    /// A file that was made here and never uploaded is no more.
-    pub fn drop_local(&self, ino: Ino) {
-        let Some((parent, name)) = self.name_of(ino) else { return };
-        if let Ok(d) = self.directory(parent) {
-            let mut s = d.state.lock();
-            if matches!(s.local.get(&name), Some(Local::Present(l, _)) if is_local(l)) {
-                s.local.remove(&name);
-                s.changed_ns = now_ns();
-            }
-        }
-    }
-
-    /// Gives a file's name another inode with the same object.
-    pub fn fork(&self, ino: Ino) {
-        let mut t = self.table.write();
-        let Some(n) = t.nodes.get_mut(&ino) else { return };
-        let Content::File(meta) = &n.content else { return };
-        // The kernel may forget the new inode before it looks the name up for
-        // good: the name must not fall back to this one.
-        n.retired = true;
-        let slot = (n.parent, n.name.clone());
-        let node = Node {
-            parent: n.parent,
-            name: n.name.clone(),
-            content: Content::File(meta.clone()),
-            lookups: 0,
-            mtime_ns: n.mtime_ns,
-            retired: false,
-        };
-        let mut fresh = ino.wrapping_add(1).max(ROOT + 1);
-        while t.nodes.contains_key(&fresh) {
-            fresh = fresh.wrapping_add(1).max(ROOT + 1);
-        }
-        t.nodes.insert(fresh, node);
-        t.by_name.insert(slot, fresh);
-        t.order.push_back(fresh);
-    }
-
-    /// What is known of a directory is not believed any longer.
-    pub fn expire(&self, ino: Ino) {
-        if let Ok(d) = self.directory(ino) {
-            let mut s = d.state.lock();
-            if let Some(f) = s.fresh.take() {
-                self.listings_bytes.fetch_sub(f.bytes, Ordering::Relaxed);
-            }
-            s.probed.clear();
-        }
-    }
-
     /// See [`super::Namespace::place`].
     #[must_use]
     pub fn place(&self, ino: Ino) -> Option<(Ino, u64, u64, u64)> {
@@ -757,7 +668,7 @@ fn is_away(e: &FsError) -> bool {
 /// A stable number: of the path, and of the version for files.
 fn number(d: &Directory, l: &Listed) -> Ino {
     let mut h = Xxh3::new();
-    h.update(&d.prefix);
+    h.update(&d.prefix());
     h.update(&l.name);
     match &l.meta {
         Some(m) => {
@@ -794,15 +705,19 @@ impl Node {
                 ino,
                 kind: Kind::Directory,
                 size: 0,
-                mtime_ns: d.state.lock().changed_ns,
-                mode: None,
+                mtime_ns: self.set.mtime_ns.unwrap_or_else(|| d.state.lock().changed_ns),
+                mode: self.set.mode,
+                uid: self.set.uid,
+                gid: self.set.gid,
             },
             Content::File(m) => Attr {
                 ino,
                 kind: if m.kind == ObjectKind::Symlink { Kind::Symlink } else { Kind::File },
                 size: m.size,
-                mtime_ns: self.mtime_ns.unwrap_or(m.mtime_ns),
-                mode: m.mode,
+                mtime_ns: self.set.mtime_ns.unwrap_or(m.mtime_ns),
+                mode: self.set.mode.or(m.mode),
+                uid: self.set.uid,
+                gid: self.set.gid,
             },
         }
     }
@@ -821,7 +736,12 @@ impl Node {
 impl Directory {
     fn new(ino: Ino, prefix: Vec<u8>) -> Self {
         let state = State { changed_ns: now_ns(), ..State::default() };
+        let prefix = RwLock::new(prefix.into());
         Self { ino, prefix, state: Mutex::new(state), refresh: tokio::sync::Mutex::new(()) }
+    }
+
+    fn prefix(&self) -> Arc<[u8]> {
+        self.prefix.read().clone()
     }
 
     fn drop_listing(&self, total: &AtomicU64) {
@@ -837,8 +757,7 @@ impl Directory {
         match s.local.get(name) {
             Some(Local::Present(l, t)) => {
                 let left = c.ttl.saturating_sub(t.elapsed());
-                // Still open for writing, or written within the lifetime.
-                if !left.is_zero() || is_local(l) {
+                if !left.is_zero() {
                     return Some((Some(l.clone()), left));
                 }
                 return None;
@@ -878,40 +797,8 @@ impl Directory {
         let f = s.fresh.as_ref()?;
         f.listing.find(name).map(|i| f.listing.entries[i].clone())
     }
-
-    /// The listing with this mount's own changes laid over.
-    fn merged(&self, ttl: Option<Duration>) -> Option<Arc<Listing>> {
-        let s = self.state.lock();
-        let f = s.fresh.as_ref()?;
-        if ttl.is_some_and(|t| f.at.elapsed() >= t) {
-            return None;
-        }
-        if s.local.is_empty() {
-            return Some(f.listing.clone());
-        }
-        let mut all: BTreeMap<&[u8], &Listed> =
-            f.listing.entries.iter().map(|e| (&*e.name, e)).collect();
-        for (name, l) in &s.local {
-            match l {
-                Local::Present(l, _) => all.insert(name, l),
-                Local::Absent(_) => all.remove(&**name),
-            };
-        }
-        Some(Arc::new(Listing {
-            entries: all.into_values().cloned().collect(),
-            changed_ns: s.changed_ns,
-            hidden: f.listing.hidden,
-        }))
-    }
 }
 
-/// Whether an entry exists only here so far: its version is one of ours.
-fn is_local(l: &Listed) -> bool {
-    l.meta.as_ref().is_some_and(|m| m.version.as_str().starts_with(LOCAL_VERSION))
-}
-
-/// Prefix of the version of files that are not in the origin yet.
-pub const LOCAL_VERSION: &str = "kspeed-local-";
-
+mod changes;
 #[cfg(test)]
 mod tests;

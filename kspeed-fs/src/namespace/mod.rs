@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use kspeed_cache::{ObjectKind, ObjectMeta};
 
-pub use live::{INODE_BYTES, LOCAL_VERSION, Live, LiveConfig, OnStale};
+pub use live::{INODE_BYTES, Live, LiveConfig, OnStale};
 pub use snapshot::{Snapshot, SnapshotBuilder, SnapshotError, SnapshotIndex, build, is_stale};
 
 use crate::errno::FsError;
@@ -51,6 +51,10 @@ pub struct Attr {
     pub mtime_ns: i64,
     /// Permission bits of the origin, if it has such.
     pub mode: Option<u32>,
+    /// Owner, if it was set.
+    pub uid: Option<u32>,
+    /// Group, if it was set.
+    pub gid: Option<u32>,
 }
 
 /// A name found, and for how long that holds.

@@ -456,6 +456,52 @@ impl LargeStore {
         Ok(Some(file))
     }
 
+    /// Makes a file with an object's bytes its cache file, without copying it. The
+    /// file must be on the same disk, and nobody may write to it any more.
+    pub(super) fn adopt(
+        &self,
+        id: ObjectId,
+        origin: &str,
+        meta: &ObjectMeta,
+        blocks: Blocks,
+        path: &Path,
+    ) -> io::Result<Option<Arc<LargeFile>>> {
+        let (data_path, meta_path) = self.paths(id);
+        let file = File::open(path)?;
+        if file.metadata()?.len() != blocks.size {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let mut buf = vec![0; blocks.block_bytes as usize];
+        let mut sums = Vec::with_capacity(blocks.count() as usize * 8);
+        for i in 0..blocks.count() {
+            let b = &mut buf[..blocks.len(i)];
+            file.read_exact_at(b, blocks.range(i).start)?;
+            sums.extend_from_slice(&sum_of(b).to_le_bytes());
+        }
+        if let Some(d) = data_path.parent() {
+            fs::create_dir_all(d)?;
+        }
+        {
+            // Nobody begins a file of this object meanwhile, to fetch into it.
+            let open = self.open.lock();
+            let taken = open.get(&id).is_some_and(|w| w.strong_count() > 0);
+            if taken || meta_path.exists() {
+                return Ok(None);
+            }
+            // The sums last: without them the data is of no use to a next process.
+            fs::rename(path, &data_path)?;
+            write_header(&meta_path, id, origin, meta, blocks)?;
+            File::options().write(true).open(&meta_path)?.write_all_at(&sums, HEADER_BYTES)?;
+        }
+        let adopted = self.open_object(id, origin, meta, blocks, false)?;
+        if let Some(f) = &adopted {
+            for i in 0..blocks.count() {
+                f.set_ready(i);
+            }
+        }
+        Ok(adopted)
+    }
+
     fn opened(&self, id: ObjectId) -> Option<Arc<LargeFile>> {
         self.open.lock().get(&id).and_then(Weak::upgrade)
     }

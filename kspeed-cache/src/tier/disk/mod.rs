@@ -144,7 +144,7 @@ impl DiskTier {
         let dir = config.dir.clone();
         let err = |source| DiskError::Io { dir: dir.clone(), source };
         fs::create_dir_all(&dir).map_err(err)?;
-        let lock = lock(&dir)?;
+        let lock = lock_dir(&dir)?;
         check_format(&dir)?;
         let large = LargeStore::open(&dir).map_err(err)?;
         let small = SmallStore::open(&dir, config.compress).map_err(err)?;
@@ -248,6 +248,34 @@ impl DiskTier {
         let r = self.large.open_object(id, origin, meta, blocks, create);
         self.learn(&r);
         r
+    }
+
+    /// Makes a file on this disk the cache file of a large object. Reads it once,
+    /// for its checksums.
+    ///
+    /// # Errors
+    /// The disk fails, or the file is not as large as the object.
+    pub fn adopt(
+        &self,
+        id: ObjectId,
+        origin: &str,
+        meta: &ObjectMeta,
+        blocks: Blocks,
+        path: &Path,
+    ) -> io::Result<()> {
+        if self.is_out_of_service() {
+            return Ok(());
+        }
+        let r = self.large.adopt(id, origin, meta, blocks, path);
+        let Some(_file) = r? else { return Ok(()) };
+        for chunk in 0..blocks.count().div_ceil(CHUNK_BLOCKS) {
+            let first = chunk * CHUNK_BLOCKS;
+            let last = (first + CHUNK_BLOCKS).min(blocks.count());
+            let bytes = (first..last).map(|i| blocks.len(i) as u64).sum();
+            self.account(Unit::Chunk(id, chunk), bytes);
+            self.wrote(bytes);
+        }
+        Ok(())
     }
 
     /// Stores a block of a large object.
@@ -490,7 +518,11 @@ impl DiskTier {
     }
 }
 
-fn lock(dir: &Path) -> Result<File, DiskError> {
+/// Makes a cache directory this process's as long as the file lives.
+///
+/// # Errors
+/// Another process has it.
+pub fn lock_dir(dir: &Path) -> Result<File, DiskError> {
     let path = dir.join("lock");
     let err = |source| DiskError::Io { dir: path.clone(), source };
     let mut f = File::options()

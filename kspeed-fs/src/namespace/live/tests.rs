@@ -1,7 +1,7 @@
 //! The live namespace over a memory origin.
 
 use bytes::Bytes;
-use kspeed_cache::origin::{Fault, FaultKind, FaultPlan, MemoryOrigin, PutBody};
+use kspeed_cache::origin::{Fault, FaultKind, FaultPlan, MemoryOrigin, PutBody, PutOptions};
 
 use super::*;
 
@@ -97,11 +97,29 @@ async fn what_this_mount_makes_and_removes_is_seen_at_once() {
     put(&o, "old", "x").await;
     let l = Live::new(o.clone(), config(10_000));
     assert_eq!(names(&l, ROOT).await, ["old"]);
+    let wishes = Arc::new(parking_lot::Mutex::new(crate::writeback::Wishes::default()));
+    l.overlay(wishes.clone());
+    let wish = |key: &str, wish, base| crate::writeback::Change { key: key.into(), wish, base };
+    use crate::writeback::Wish;
+    use kspeed_cache::origin::{Attributes, Condition};
+    let file = Wish::File { stage: 5, attributes: Attributes::default(), durable: true };
+    let changes = [
+        wish("new", Some(file), Condition::Absent),
+        wish("old", Some(Wish::Absent), Condition::Any),
+    ];
+    wishes.lock().apply(&changes, true);
+    let ino = walk(&l, "new").await.expect("wished").ino;
+    assert_eq!(l.stage_of(ino), Some(5));
+    assert_eq!(names(&l, ROOT).await, ["new"]);
+    // Settled: the same inode, with the object that is there now.
     let meta = put(&o, "new", "y").await;
-    let listed = Listed { name: (*b"new").into(), kind: Kind::File, meta: Some(meta) };
-    l.put(ROOT, &listed, None, 0).expect("put");
     o.delete(&"old".into()).await.expect("delete");
-    l.remove(ROOT, b"old");
+    let settled = [wish("new", None, Condition::Any), wish("old", None, Condition::Any)];
+    wishes.lock().apply(&settled, true);
+    l.settled(&"new".into(), Some(&meta));
+    l.settled(&"old".into(), None);
+    assert_eq!(walk(&l, "new").await.expect("settled").ino, ino);
+    assert_eq!(l.object(ino).expect("object"), meta);
     assert_eq!(names(&l, ROOT).await, ["new"]);
     assert!(walk(&l, "new").await.is_ok());
     assert!(matches!(walk(&l, "old").await, Err(FsError::NotFound)));

@@ -201,7 +201,7 @@ pub async fn is_stale(
 mod tests {
     use super::*;
     use bytes::Bytes;
-    use kspeed_cache::origin::{MemoryOrigin, PutBody};
+    use kspeed_cache::origin::{MemoryOrigin, PutBody, PutOptions};
 
     async fn origin(keys: impl Iterator<Item = String>) -> (Arc<MemoryOrigin>, Arc<dyn Origin>) {
         let o = Arc::new(MemoryOrigin::new("memory://t/"));

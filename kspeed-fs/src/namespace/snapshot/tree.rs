@@ -68,7 +68,15 @@ impl Snapshot {
     }
 
     fn dir_attr(&self, ino: Ino) -> Attr {
-        Attr { ino, kind: Kind::Directory, size: 0, mtime_ns: self.0.built_ns(), mode: None }
+        Attr {
+            ino,
+            kind: Kind::Directory,
+            size: 0,
+            mtime_ns: self.0.built_ns(),
+            mode: None,
+            uid: None,
+            gid: None,
+        }
     }
 
     /// See [`crate::namespace::Namespace::lookup`].
@@ -97,6 +105,8 @@ impl Snapshot {
                 size: raw.size,
                 mtime_ns: raw.mtime_s.saturating_mul(1_000_000_000),
                 mode: None,
+                uid: None,
+                gid: None,
             };
             return Ok(Entry { attr, ttl: TTL });
         }
@@ -118,7 +128,15 @@ impl Snapshot {
             return Ok(Entry { attr: self.dir_attr(ino), ttl: TTL });
         }
         let m = self.object(ino)?;
-        let attr = Attr { ino, kind: Kind::File, size: m.size, mtime_ns: m.mtime_ns, mode: None };
+        let attr = Attr {
+            ino,
+            kind: Kind::File,
+            size: m.size,
+            mtime_ns: m.mtime_ns,
+            mode: None,
+            uid: None,
+            gid: None,
+        };
         Ok(Entry { attr, ttl: TTL })
     }
 
@@ -191,6 +209,8 @@ impl Snapshot {
                         size: raw.size,
                         mtime_ns: raw.mtime_s.saturating_mul(1_000_000_000),
                         mode: None,
+                        uid: None,
+                        gid: None,
                     };
                     if !each(Child { name: rest, attr, next: raw.ordinal + 1 }) {
                         break;
