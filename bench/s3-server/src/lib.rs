@@ -71,6 +71,8 @@ pub struct Requests {
     pub heads: AtomicU64,
     /// PUT, POST and DELETE.
     pub writes: AtomicU64,
+    /// Of these, PUTs of a part.
+    pub parts: AtomicU64,
     /// Bytes of object bodies sent.
     pub sent_bytes: AtomicU64,
 }
@@ -268,6 +270,9 @@ async fn answer(
         &requests.writes
     };
     counter.fetch_add(1, Ordering::Relaxed);
+    if request.method() == hyper::Method::PUT && query.contains("partNumber=") {
+        requests.parts.fetch_add(1, Ordering::Relaxed);
+    }
     let fault = shared.faults.next(is_object);
     if fault == Some(FaultKind::Hang) {
         shared.faults.until_healed().await;

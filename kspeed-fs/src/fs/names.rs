@@ -50,10 +50,10 @@ impl FileSystem {
 
     /// The name of a stage went: its upload is of no use, and if nobody has it
     /// open, nor is the file.
-    async fn unnamed(&self, s: Option<Arc<Stage>>) {
+    fn unnamed(&self, s: Option<Arc<Stage>>) {
         let (Some(s), Ok((_, w))) = (s, self.writer()) else { return };
         s.cancel_upload();
-        w.retire(&s).await;
+        w.retire_soon(s);
     }
 
     /// Removes a file.
@@ -73,7 +73,7 @@ impl FileSystem {
         let stage = self.stage(ino);
         w.change(|w| vec![w.removal(&key, &self.base_of(ino))])?;
         live.remove(parent, name, false);
-        self.unnamed(stage).await;
+        self.unnamed(stage);
         self.stored(&[key]).await
     }
 
@@ -184,7 +184,7 @@ impl FileSystem {
         };
         let old = replaced.and_then(|r| self.stage(r.ino));
         live.rename(places.0, places.1, None)?;
-        self.unnamed(old).await;
+        self.unnamed(old);
         self.stored(&moved).await
     }
 
@@ -318,7 +318,7 @@ impl FileSystem {
         let listed = Listed { name: places.1.1.into(), kind: from.kind, meta };
         self.recent.invalidate(&from.ino);
         live.rename(places.0, places.1, Some(&listed))?;
-        self.unnamed(old).await;
+        self.unnamed(old);
         Ok(())
     }
 }

@@ -7,7 +7,7 @@
 //!
 //!           {"mount":{"origin":…,"id":…,"boot":…}}   who writes from here on
 //!           {"set":[{"key":…,"wish":…,"base":…},…]}  changes, whole or not at all
-//!           {"upload":{"stage":…,"id":…,"part_bytes":…,"parts":{}}}
+//!           {"upload":{"stage":…,"key":…,"upload":{"id":…,"part_bytes":…,"parts":{}}}}
 //!           {"part":{"stage":…,"number":…,"etag":…}}
 //!           {"ended":{"stage":…}}                    the upload in parts is no more
 //! ```
@@ -47,7 +47,6 @@ pub enum Record {
         /// Key for which it is.
         key: kspeed_cache::Key,
         /// What to go on with.
-        #[serde(flatten)]
         upload: PartialUpload,
     },
     /// The store has a part.
@@ -439,7 +438,8 @@ mod tests {
         j.append(&set("a\n\u{e9}%", file(7, true))).expect("append");
         j.append(&set("gone", file(8, true))).expect("append");
         let at = j.append(&set("gone", None)).expect("append");
-        let upload = PartialUpload { id: "u".into(), part_bytes: 5, ..PartialUpload::default() };
+        let parts = [(1, "d".to_owned())].into();
+        let upload = PartialUpload { id: "u".into(), part_bytes: 5, parts };
         j.append(&Record::Upload { stage: 7, key: "a".into(), upload }).expect("append");
         j.append(&Record::Part { stage: 7, number: 2, etag: "e".into() }).expect("append");
         j.sync(at).expect("sync");
@@ -447,7 +447,8 @@ mod tests {
         let r = replay(&bytes, "b1").expect("replay");
         assert_eq!((r.wishes.len(), &*r.writer.id), (1, "1"));
         assert_eq!(r.wishes.key_of(7), Some(&"a\n\u{e9}%".into()));
-        assert_eq!(r.uploads[&7].1.parts[&2], "e");
+        let parts = &r.uploads[&7].1.parts;
+        assert_eq!((&*parts[&1], &*parts[&2]), ("d", "e"));
         // Key bytes that are not UTF-8 come back too.
         let raw = kspeed_cache::Key::from(&[0xff, b'%', b'/', 0][..]);
         let change = Change { key: raw.clone(), wish: Some(Wish::Absent), base: Condition::Any };

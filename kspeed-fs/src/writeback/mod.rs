@@ -17,9 +17,11 @@
 //! wish is settled, and the namespace told, under it too. No lock is held across
 //! an await but a stage's `uploading`.
 
+mod crash;
 pub mod journal;
 pub mod stage;
 mod uploader;
+pub use crash::POINTS as CRASH_POINTS;
 pub mod wishes;
 
 use std::collections::HashMap;
@@ -33,6 +35,7 @@ use kspeed_cache::origin::{Condition, Origin, OriginError, PartialUpload};
 use kspeed_cache::{Cache, Key, ObjectMeta};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
+use tokio_util::task::TaskTracker;
 
 use crate::errno::FsError;
 use crate::namespace::Live;
@@ -170,6 +173,7 @@ pub struct Writeback {
     settled: Notify,
     staged: Mutex<(Instant, u64)>,
     stats: WritebackStats,
+    tasks: TaskTracker,
 }
 
 /// The directory of an origin's stages below a cache disk's.
@@ -345,6 +349,7 @@ impl Writeback {
             settled: Notify::new(),
             staged: Mutex::new((now, 0)),
             stats: WritebackStats::default(),
+            tasks: TaskTracker::new(),
         }))
     }
 
@@ -402,6 +407,7 @@ impl Writeback {
                 return Ok(changes);
             }
             self.journal.append(&Record::Set(changes.clone()))?;
+            crash::point("change: appended");
             wishes.apply(&changes, true);
             changes
         };
@@ -444,12 +450,14 @@ impl Writeback {
     /// The disk or the journal fails.
     pub fn ack(&self, s: &Stage, durable: bool) -> io::Result<Option<Key>> {
         let look = s.look()?;
+        crash::point("ack: before the bytes are synced");
         if durable {
             s.sync()?;
             if s.is_name_unsynced() {
                 journal::sync_dir(&self.config.dir)?;
             }
         }
+        crash::point("ack: bytes synced");
         let (key, at) = {
             let mut wishes = self.wishes.lock();
             let Some(key) = wishes.key_of(s.id()).cloned() else {
@@ -464,12 +472,14 @@ impl Writeback {
             wishes.apply(&[change], true);
             (key, at)
         };
+        crash::point("ack: wish appended");
         s.set_unpublished();
         s.set_acked(look, durable);
         // Too much, if it was counted before; it is counted anew soon.
         self.staged.lock().1 += look.size();
         if durable {
             self.journal.sync(at)?;
+            crash::point("ack: journal synced");
         }
         self.retries.lock().remove(&key);
         self.note(&key, true);
@@ -518,17 +528,30 @@ impl Writeback {
                 return;
             }
         }
-        self.uploads.lock().remove(&s.id());
+        let begun = self.uploads.lock().get(&s.id()).cloned();
+        if let Some((key, upload)) = begun {
+            // Of a file that was removed meanwhile; at the next start at the latest.
+            self.abort(s.id(), &key, &upload.id).await;
+        }
         let published = s.published().filter(|m| s.look().is_ok_and(|l| l.size() == m.size));
         if let Some(meta) = published {
             // Readers find the stage until the cache has it.
+            crash::point("retire: before the cache has it");
             let object = self.cache.object(&self.origin, &meta);
             if let Err(e) = object.adopt(s.path()).await {
                 tracing::debug!(error = %e, key = %meta.key, "not kept in the cache");
             }
         }
+        crash::point("retire: the cache has it");
         self.stages.remove(s);
         let _ = std::fs::remove_file(s.path());
+    }
+
+    /// As [`Self::retire`], without waiting: a part of its upload may be on its way,
+    /// and to be aborted.
+    pub fn retire_soon(self: &Arc<Self>, s: Arc<Stage>) {
+        let this = self.clone();
+        self.tasks.spawn(async move { this.retire(&s).await });
     }
 
     /// Waits until stages leave room for another writer.

@@ -14,8 +14,8 @@ use kspeed_cache::{Key, ObjectMeta};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore};
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 
+use super::crash;
 use super::journal::Record;
 use super::stage::{Look, Stage};
 use super::wishes::{Change, Entry, StageId, Wish};
@@ -209,6 +209,7 @@ impl UploadLog for PartLog {
         self.writeback.uploads.lock().insert(stage, (key.clone(), upload.clone()));
         // Durably: an upload that nobody knows of is paid for for ever.
         self.write(&Record::Upload { stage, key, upload }, true);
+        crash::point("upload: begun in parts");
     }
 
     fn part(&self, number: u32, etag: &str) {
@@ -216,6 +217,7 @@ impl UploadLog for PartLog {
             u.parts.insert(number, etag.into());
         }
         self.write(&Record::Part { stage: self.stage, number, etag: etag.into() }, false);
+        crash::point("upload: a part is there");
     }
 
     fn ended(&self) {
@@ -228,7 +230,7 @@ impl Writeback {
     /// Makes the origin as it is wished until `stop`.
     pub async fn run(self: Arc<Self>, stop: CancellationToken) {
         self.abort_orphans().await;
-        let (tasks, cut) = (TaskTracker::new(), CancellationToken::new());
+        let (tasks, cut) = (self.tasks.clone(), CancellationToken::new());
         let slots = Arc::new(Semaphore::new(PARALLEL));
         let bodies = Arc::new(Semaphore::new((BODIES_BYTES >> 10) as usize));
         loop {
@@ -277,7 +279,7 @@ impl Writeback {
         }
     }
 
-    async fn abort(&self, stage: StageId, key: &Key, id: &str) {
+    pub(super) async fn abort(&self, stage: StageId, key: &Key, id: &str) {
         match self.origin.abort_upload(key, id).await {
             Ok(()) => {
                 self.uploads.lock().remove(&stage);
@@ -342,6 +344,7 @@ impl Writeback {
                 let what = self.config.dir.display().to_string();
                 return Err(OriginError::Io { what, source: Arc::new(e) });
             }
+            crash::point("upload: before the request");
             match &e.wish {
                 Wish::File { stage, .. } => self.upload(&key, *stage, &e, bodies).await,
                 Wish::Directory => {
@@ -404,6 +407,11 @@ impl Writeback {
                 Ok(Err(e)) => Err(disk_error(&stage, e)),
                 Err(e) => Err(disk_error(&stage, std::io::Error::other(e))),
             };
+        }
+        let other = self.uploads.lock().get(&id).filter(|(k, _)| k != key).cloned();
+        if let Some((old, upload)) = other {
+            // Renamed since its parts were sent.
+            self.abort(id, &old, &upload.id).await;
         }
         let token = stage.upload_token();
         let reading = stage.uploading.lock().await;
@@ -511,6 +519,7 @@ impl Writeback {
         meta: Option<ObjectMeta>,
         stage: Option<(Arc<Stage>, Look)>,
     ) {
+        crash::point("upload: object complete");
         let is_settled = {
             let mut wishes = self.wishes.lock();
             let change = wishes.settle(key, seq, meta.as_ref().map(|m| &m.version));
@@ -520,6 +529,7 @@ impl Writeback {
             {
                 tracing::error!(error = %e, "the journal can't be written: it is uploaded again after the next start");
             }
+            crash::point("settle: appended");
             let mut is_open = false;
             if is_settled && let (Some(m), Some((s, look))) = (&meta, &stage) {
                 // Written to meanwhile, it is dirty, and whoever has it open

@@ -80,6 +80,16 @@ impl World {
     }
 
     pub fn mount_source(&self, source: &str, mnt: &Path, args: &[&str]) -> Mount {
+        self.mount_with(source, mnt, args, &[])
+    }
+
+    pub fn mount_with(
+        &self,
+        source: &str,
+        mnt: &Path,
+        args: &[&str],
+        env: &[(&str, &str)],
+    ) -> Mount {
         let log = fs::File::options()
             .create(true)
             .append(true)
@@ -91,6 +101,7 @@ impl World {
             .arg(mnt)
             .args(["--foreground", "--log", "debug"])
             .args(args)
+            .envs(env.iter().copied())
             .stdin(Stdio::null())
             .stderr(log)
             .spawn()
@@ -100,8 +111,9 @@ impl World {
         while !is_mounted(mnt) || !m.serves() {
             let ended = m.child.try_wait().expect("wait");
             if ended.is_some() || began.elapsed() > Duration::from_secs(20) {
-                let log = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
-                panic!("not mounted ({ended:?}):\n{log}");
+                let log = self.log();
+                let told: Vec<&str> = log.lines().filter(|l| !l.contains("DEBUG")).collect();
+                panic!("not mounted ({ended:?}):\n{}", told.join("\n"));
             }
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -163,6 +175,11 @@ impl Mount {
     /// A counter of the first mount.
     pub fn counter(&self, name: &str) -> u64 {
         self.status()["mounts"][0][name].as_u64().expect("counter")
+    }
+
+    /// Whether all that was written is in the origin.
+    pub fn is_idle(&self) -> bool {
+        self.status()["mounts"][0]["pending"]["changes"].as_u64().expect("changes") == 0
     }
 
     /// kill -9.
