@@ -403,6 +403,19 @@ fn what_was_written_stays_in_the_cache() {
     assert_eq!(w.gets(), gets, "not one byte from the bucket");
 }
 
+/// Who works in a directory that was made here keeps it, whatever listings say
+/// before and after it is in the bucket.
+#[test]
+fn a_working_directory_keeps_its_path() {
+    let w = World::new();
+    let m = w.mount(&["--upload-delay", "0s", "--metadata-ttl", "50ms", "--negative-ttl", "50ms"]);
+    let script = "mkdir d; cd d; for i in $(seq 40); do ls .. >/dev/null; \
+        /bin/pwd -P >/dev/null || exit 1; echo $i > f$i; sleep 0.01; done; ls | wc -l";
+    let out = Command::new("sh").args(["-c", script]).current_dir(&m.mnt).output().expect("sh");
+    let text = String::from_utf8_lossy(&out.stdout);
+    assert!(text.trim() == "40", "{text} {}", String::from_utf8_lossy(&out.stderr));
+}
+
 /// Commands: sync, status and `user.kspeed.state` tell what is where.
 #[test]
 fn sync_and_state_tell_what_is_where() {

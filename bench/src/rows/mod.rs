@@ -1,5 +1,6 @@
 //! The rows, by name.
 
+mod checkpoint;
 mod cold;
 mod large;
 mod memory;
@@ -31,6 +32,13 @@ const ROWS: &[(&str, &str, Measure)] = &[
     ("scan", "an epoch with an unlikely seed: the scan of all 2^32", shuffled::scan),
     ("half", "three epochs with a cache of half the dataset, and the optimum", shuffled::half),
     ("unpredicted", "a random reader that no predictor fits", shuffled::random),
+    ("write", "checkpoints: written, overwritten, small files", checkpoint::write_rows),
+    (
+        "upload",
+        "2 GiB uploaded behind the writer, read back after a restart",
+        checkpoint::upload_rows,
+    ),
+    ("stall", "a save each second while uploads run", checkpoint::stall_row),
     ("names", "scandir + stat, find over a snapshot index, index of 10 million", names::names),
     ("memory", "500 descriptors with KiB-sized random reads for a minute", memory::memory),
     ("server", "the S3 server by itself, so that it is not what is measured", server::server),

@@ -23,12 +23,15 @@ use super::{
     PutOptions,
 };
 use crate::object::{Key, ObjectKind, ObjectMeta, Version};
+use xxhash_rust::xxh3::xxh3_64;
 
 const PAGE_KEYS: usize = 10_000;
 /// Pieces large enough that a parallel file system streams.
 const CHUNK_BYTES: u64 = 1 << 20;
 /// A put writes beside its target under this prefix, then renames.
 const TEMP_PREFIX: &str = ".kspeed-put-";
+/// Extended attribute that holds [`PutOptions::token`].
+const TOKEN_NAME: &str = "user.kspeed-put";
 
 /// An origin over a directory.
 pub struct PosixOrigin {
@@ -401,7 +404,14 @@ impl Origin for PosixOrigin {
             }
             let parent = path.parent().unwrap_or(Path::new("/"));
             fs::create_dir_all(parent).map_err(err)?;
-            let temp = parent.join(format!("{TEMP_PREFIX}{:016x}", rand::random::<u64>()));
+            // Of one writer's puts of one key always the same, so that what a killed
+            // process left is used again.
+            let own = how.token.as_deref().and_then(|t| t.split('-').next());
+            let number = match own {
+                Some(o) => xxh3_64(&[key.as_bytes(), o.as_bytes()].concat()),
+                None => rand::random(),
+            };
+            let temp = parent.join(format!("{TEMP_PREFIX}{number:016x}"));
             let write = || -> std::io::Result<()> {
                 match &body {
                     PutBody::Bytes(b) => fs::write(&temp, b)?,
@@ -412,6 +422,11 @@ impl Origin for PosixOrigin {
                 }
                 if let Ok(old) = fs::metadata(&path) {
                     fs::set_permissions(&temp, old.permissions())?;
+                }
+                if let Some(t) = &how.token {
+                    // Not every file system has them: then equal bytes tell.
+                    let flags = rustix::fs::XattrFlags::empty();
+                    let _ = rustix::fs::setxattr(&temp, TOKEN_NAME, t.as_bytes(), flags);
                 }
                 set_attributes(&temp, &how.attributes)?;
                 File::open(&temp)?.sync_all()?;
@@ -468,6 +483,17 @@ impl Origin for PosixOrigin {
         }
         let how = PutOptions { attributes: *attributes, ..PutOptions::default() };
         self.put(to, PutBody::File { path, len: from.size }, &how).await
+    }
+
+    async fn owner(&self, key: &Key) -> Result<(ObjectMeta, Option<String>), OriginError> {
+        let meta = self.head(key).await?;
+        let path = self.path(key.as_bytes())?;
+        let token = blocking(move || {
+            let mut buf = [0; 256];
+            let read = rustix::fs::getxattr(&path, TOKEN_NAME, &mut buf[..]);
+            Ok(read.ok().and_then(|n| String::from_utf8(buf[..n].to_vec()).ok()))
+        });
+        Ok((meta, token.await?))
     }
 
     async fn rename(&self, from: &Key, to: &Key) -> Result<ObjectMeta, OriginError> {

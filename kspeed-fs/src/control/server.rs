@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -109,7 +109,14 @@ async fn metrics(State(p): State<Arc<Process>>) -> Response {
     ([(header::CONTENT_TYPE, kind)], prometheus(&p.status())).into_response()
 }
 
-async fn paths(State(p): State<Arc<Process>>, axum::Json(r): axum::Json<PathsRequest>) -> Response {
+async fn paths(
+    State(p): State<Arc<Process>>,
+    axum::Json(mut r): axum::Json<PathsRequest>,
+) -> Response {
+    for path in &mut r.paths {
+        // The mountpoint itself is `.`, as seen from there.
+        *path = path.components().filter(|c| *c != Component::CurDir).collect();
+    }
     let Some(mount) = p.find(&r.mountpoint) else {
         let text = format!("{} is not mounted by this process", r.mountpoint.display());
         return (StatusCode::NOT_FOUND, text).into_response();

@@ -304,7 +304,12 @@ impl FileSystem {
                 let from = usize::try_from(position).unwrap_or(usize::MAX);
                 for (i, e) in listing.entries.iter().enumerate().skip(from) {
                     let entry = if lookups {
-                        l.adopt_listed(ino, e, 1)?
+                        match l.adopt_listed(ino, e, 1) {
+                            Ok(e) => e,
+                            // Removed since the directory was opened.
+                            Err(FsError::NotFound) => continue,
+                            Err(e) => return Err(e),
+                        }
                     } else {
                         let ino = l.number_of(ino, e)?;
                         Entry { attr: plain_attr(ino, e), ttl: Duration::ZERO }

@@ -10,7 +10,7 @@ use super::write::Maker;
 use super::{FileSystem, Stage};
 use crate::errno::FsError;
 use crate::namespace::{Attr, Entry, Ino, Kind, Listed};
-use crate::writeback::{Change, Wish, Writeback};
+use crate::writeback::{Change, Child, Wish, Wishes, Writeback};
 
 /// A directory with more objects below it is not renamed but refused (EXDEV).
 const RENAME_MAX_OBJECTS: usize = 100_000;
@@ -71,8 +71,7 @@ impl FileSystem {
         self.keep_for_readers(ino).await;
         let key = live.key_of(parent, name)?;
         let stage = self.stage(ino);
-        w.change(|w| vec![w.removal(&key, &self.base_of(ino))])?;
-        live.remove(parent, name, false);
+        w.change(|w| Ok(vec![w.removal(&key, &self.base_of(ino))]), || live.remove(parent, name))?;
         self.unnamed(stage);
         self.stored(&[key]).await
     }
@@ -93,11 +92,13 @@ impl FileSystem {
             Err(e) => return Err(e),
         }
         let key = marker(&key);
-        w.change(|w| {
+        let mut entry = Err(FsError::NotFound);
+        let compute = |w: &Wishes| {
             let base = w.get(&key).map_or(Condition::Absent, |e| e.base.clone());
-            vec![Change { key: key.clone(), wish: Some(Wish::Directory), base }]
-        })?;
-        let entry = live.adopt_wished(parent, name)?;
+            Ok(vec![Change { key: key.clone(), wish: Some(Wish::Directory), base }])
+        };
+        w.change(compute, || entry = live.adopt_made(parent, name, Child::Directory))?;
+        let entry = entry?;
         live.is_empty_now(entry.attr.ino);
         live.set_attributes(entry.attr.ino, &self.attributes_of(by, self.options.dir_mode));
         self.stored(&[key]).await?;
@@ -117,8 +118,7 @@ impl FileSystem {
         }
         self.check_empty(e.attr.ino).await?;
         let key = marker(&live.key_of(parent, name)?);
-        w.change(|w| vec![w.removal(&key, &Condition::Any)])?;
-        live.remove(parent, name, false);
+        w.change(|w| Ok(vec![w.removal(&key, &Condition::Any)]), || live.remove(parent, name))?;
         self.stored(&[key]).await
     }
 
@@ -177,13 +177,17 @@ impl FileSystem {
         {
             return self.rename_natively(&from, replaced, key, to_key, places).await;
         }
-        let moved = if from.kind == Kind::Directory {
-            self.rename_directory(from.ino, &key, &to_key, replaced.is_some()).await?
-        } else {
-            self.rename_file(from.ino, replaced, &key, &to_key).await?
-        };
         let old = replaced.and_then(|r| self.stage(r.ino));
-        live.rename(places.0, places.1, None)?;
+        let tell = || {
+            if let Err(e) = live.rename(places.0, places.1, None) {
+                tracing::warn!(error = %e, "a directory was forgotten while a name was moved");
+            }
+        };
+        let moved = if from.kind == Kind::Directory {
+            self.rename_directory(from.ino, &key, &to_key, replaced.is_some(), tell).await?
+        } else {
+            self.rename_file(from.ino, replaced, &key, &to_key, tell).await?
+        };
         self.unnamed(old);
         self.stored(&moved).await
     }
@@ -194,13 +198,14 @@ impl FileSystem {
         replaced: Option<Attr>,
         key: &Key,
         to_key: &Key,
+        tell: impl FnOnce(),
     ) -> Result<Vec<Key>, FsError> {
         let (_, w) = self.writer()?;
         let object = match self.stage(ino) {
             Some(_) => None,
             None => Some(self.namespace.object(ino)?),
         };
-        let must_have_bytes = w.with_wishes(|w| w.is_source(to_key))
+        let must_have_bytes = w.with_wishes(|w| w.is_source(to_key) || w.is_in_the_way_of(to_key))
             || object.as_ref().is_some_and(|o| o.size > MAX_COPY_BYTES);
         if object.is_some() && must_have_bytes {
             // A copy that waits for others that wait for it, or one that the
@@ -215,14 +220,15 @@ impl FileSystem {
             }
             s.cancel_upload();
         }
-        w.change(|w| {
+        let compute = |w: &Wishes| {
             let object = match &stage {
                 Some(s) => s.published(),
                 None => self.namespace.object(ino).ok(),
             };
             let base = replaced.map_or(Condition::Absent, |r| self.base_of(r.ino));
-            w.moving(key, object.as_ref(), to_key, &base)
-        })?;
+            Ok(w.moving(key, object.as_ref(), to_key, &base))
+        };
+        w.change(compute, tell)?;
         Ok(vec![to_key.clone(), key.clone()])
     }
 
@@ -242,6 +248,7 @@ impl FileSystem {
         key: &Key,
         to_key: &Key,
         replaces: bool,
+        tell: impl FnOnce(),
     ) -> Result<Vec<Key>, FsError> {
         let (live, w) = self.writer()?;
         let prefix = marker(key);
@@ -257,6 +264,14 @@ impl FileSystem {
         for s in open {
             self.acknowledge(&s, w.syncs_on_close()).await?;
         }
+        let target = marker(to_key);
+        if w.with_wishes(|w| {
+            w.below(target.as_bytes()).next().is_some() || w.is_in_the_way_of(&target)
+        }) {
+            // What goes there goes first, so that no copy waits for another that
+            // waits for it.
+            w.drain(to_key.as_bytes(), Some(self.options.io_timeout), &|_, _| {}).await?;
+        }
         let _held = self.within(async { Ok(w.hold(&prefix).await) }).await?;
         let objects = if live.is_new_directory(ino) {
             Vec::new()
@@ -266,17 +281,16 @@ impl FileSystem {
         if objects.iter().any(|o| o.size > MAX_COPY_BYTES) {
             return Err(FsError::CrossDevice);
         }
-        let mut cyclic = false;
-        let changes = w.change(|w| {
+        let compute = |w: &Wishes| {
             let changes = w.moving_tree(&prefix, &objects, &marker(to_key), replaces);
-            cyclic = changes
-                .iter()
-                .any(|c| matches!(c.wish, Some(Wish::Copy { .. })) && w.is_source(&c.key));
-            if cyclic { Vec::new() } else { changes }
-        })?;
-        if cyclic {
-            return Err(FsError::CrossDevice);
-        }
+            let is_cyclic =
+                |c: &Change| matches!(c.wish, Some(Wish::Copy { .. })) && w.is_source(&c.key);
+            if changes.iter().any(is_cyclic) {
+                return Err(FsError::CrossDevice);
+            }
+            Ok(changes)
+        };
+        let changes = w.change(compute, tell)?;
         Ok(changes.into_iter().map(|c| c.key).collect())
     }
 

@@ -11,7 +11,7 @@ use kspeed_cache::origin::{Attributes, Condition};
 use super::{FileSystem, HandleId, OpenKind, Opened, Stage};
 use crate::errno::FsError;
 use crate::namespace::{Entry, Ino, Kind, Live, Namespace};
-use crate::writeback::{Ack, Change, Wish, Writeback};
+use crate::writeback::{Ack, Change, Child, Wish, Wishes, Writeback};
 
 /// Pieces in which an object is brought into a stage, in bytes.
 const COPY_BYTES: usize = 4 << 20;
@@ -88,7 +88,7 @@ impl FileSystem {
         let stage = w.stages().create(None)?;
         *stage.attributes.lock() = self.attributes_of(by, self.options.file_mode);
         w.begin_file(&key, &stage, || Condition::Absent);
-        let entry = live.adopt_wished(parent, name)?;
+        let entry = live.adopt_made(parent, name, Child::Staged(stage.id()))?;
         live.set_attributes(entry.attr.ino, &stage.attributes.lock());
         let (stage, _) = w.stages().join(entry.attr.ino, &stage, true);
         let opened = self.open_stage(stage);
@@ -132,7 +132,8 @@ impl FileSystem {
         }
         w.room().await?;
         let object = self.object(ino)?;
-        let key = live.key_of_ino(ino).ok_or(FsError::NotFound)?;
+        // The name may be another inode's, from a fork: to be looked up again.
+        let key = live.key_of_ino(ino).ok_or(FsError::Forked)?;
         let attr = self.attr(ino)?.attr;
         let stage = w.stages().create(Some(object.meta().clone()))?;
         *stage.attributes.lock() =
@@ -387,21 +388,20 @@ impl FileSystem {
             gid: attr.gid,
             mtime_ns: Some(attr.mtime_ns),
         };
-        w.change(|w| {
+        let compute = |w: &Wishes| {
             let meta = match self.stage(ino).and_then(|s| s.published()) {
                 Some(m) => m,
-                None => match self.namespace.object(ino) {
-                    Ok(m) => m,
-                    Err(_) => return Vec::new(),
-                },
+                None => self.namespace.object(ino)?,
             };
             let from = match w.get(&key).map(|e| &e.wish) {
                 Some(Wish::Copy { from, .. }) => from.clone(),
                 _ => meta.clone(),
             };
             let base = w.get(&key).map_or(Writeback::base_of(Some(&meta)), |e| e.base.clone());
-            vec![Change { key: key.clone(), wish: Some(Wish::Copy { from, attributes }), base }]
-        })?;
+            let wish = Some(Wish::Copy { from, attributes });
+            Ok(vec![Change { key: key.clone(), wish, base }])
+        };
+        w.change(compute, || {})?;
         self.stored(&[key]).await?;
         self.attr(ino)
     }

@@ -445,11 +445,21 @@ impl Live {
         self.listings.lock().push_back(Arc::downgrade(d));
         self.drop_old_listings(d);
         if let Some(tell) = &*self.on_stale.read() {
-            for name in stale {
-                tell(d.ino, &name);
+            for name in stale.iter().filter(|n| !self.is_as_before(d, n)) {
+                tell(d.ino, name);
             }
         }
         Ok(())
+    }
+
+    /// Whether a name that a listing has anew or otherwise still has the inode that
+    /// the kernel knows: what was made here and is in the origin now. Who works in
+    /// a directory whose name the kernel drops has no path any more.
+    fn is_as_before(&self, d: &Directory, name: &[u8]) -> bool {
+        let Some(l) = self.newest(d, name) else { return false };
+        let t = self.table.read();
+        let ino = t.by_name.get(&(d.ino, name.into()));
+        ino.and_then(|i| t.nodes.get(i)).is_some_and(|n| n.is(&l))
     }
 
     fn drop_old_listings(&self, keep: &Arc<Directory>) {
@@ -589,7 +599,8 @@ impl Live {
     /// The directory is gone.
     pub fn adopt_listed(&self, parent: Ino, l: &Listed, lookups: u64) -> Result<Entry, FsError> {
         let d = self.directory(parent)?;
-        Ok(Entry { attr: self.adopt(&d, l, lookups), ttl: self.config.ttl })
+        let l = self.current(&d, l).ok_or(FsError::NotFound)?;
+        Ok(Entry { attr: self.adopt(&d, &l, lookups), ttl: self.config.ttl })
     }
 
     /// The number that an entry's inode has or will have, without making it.

@@ -174,6 +174,9 @@ pub struct Writeback {
     staged: Mutex<(Instant, u64)>,
     stats: WritebackStats,
     tasks: TaskTracker,
+    /// Tells this process's tokens from those of others, as wishes are numbered
+    /// anew by each.
+    run: u64,
 }
 
 /// The directory of an origin's stages below a cache disk's.
@@ -350,6 +353,7 @@ impl Writeback {
             staged: Mutex::new((now, 0)),
             stats: WritebackStats::default(),
             tasks: TaskTracker::new(),
+            run: rand::random(),
         }))
     }
 
@@ -395,20 +399,26 @@ impl Writeback {
     }
 
     /// Promises changes, computed and applied as one. They survive the process
-    /// when this returns, and the machine after [`Self::sync_journal`].
+    /// when this returns, and the machine after [`Self::sync_journal`]. `tell`, called
+    /// before any of them can be settled, tells the namespace.
     ///
     /// # Errors
-    /// The journal can't be written: nothing has changed.
-    pub fn change(&self, compute: impl FnOnce(&Wishes) -> Vec<Change>) -> io::Result<Vec<Change>> {
+    /// What `compute` fails with, or the journal can't be written: nothing has
+    /// changed.
+    pub fn change(
+        &self,
+        compute: impl FnOnce(&Wishes) -> Result<Vec<Change>, FsError>,
+        tell: impl FnOnce(),
+    ) -> Result<Vec<Change>, FsError> {
         let changes = {
             let mut wishes = self.wishes.lock();
-            let changes = compute(&wishes);
-            if changes.is_empty() {
-                return Ok(changes);
+            let changes = compute(&wishes)?;
+            if !changes.is_empty() {
+                self.journal.append(&Record::Set(changes.clone()))?;
+                crash::point("change: appended");
+                wishes.apply(&changes, true);
             }
-            self.journal.append(&Record::Set(changes.clone()))?;
-            crash::point("change: appended");
-            wishes.apply(&changes, true);
+            tell();
             changes
         };
         self.retries.lock().retain(|k, _| !changes.iter().any(|c| c.key == *k));

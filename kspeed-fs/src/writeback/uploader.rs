@@ -18,8 +18,9 @@ use tokio_util::sync::CancellationToken;
 use super::crash;
 use super::journal::Record;
 use super::stage::{Look, Stage};
-use super::wishes::{Change, Entry, StageId, Wish};
+use super::wishes::{Change, Entry, StageId, Wish, Wishes};
 use super::{Ack, Writeback};
+use crate::errno::FsError;
 
 /// Requests of the uploader at once; each large file has several of its own.
 const PARALLEL: usize = 16;
@@ -422,7 +423,7 @@ impl Writeback {
         let mut how = PutOptions {
             condition: e.base.clone(),
             attributes: Attributes { mtime_ns: Some(look.mtime_ns()), ..*stage.attributes.lock() },
-            token: Some(format!("{}-{id:x}-{:x}", self.journal.id(), e.seq)),
+            token: Some(format!("{}-{:x}-{id:x}-{:x}", self.journal.id(), self.run, e.seq)),
             log: None,
             cancel: None,
         };
@@ -586,19 +587,19 @@ impl Writeback {
         let suffix = format!(".kspeed-conflict-{}-{:x}", self.journal.id(), e.seq);
         let aside = Key::from([key.as_bytes(), suffix.as_bytes()].concat());
         tracing::error!(%key, %aside, "somebody else has changed the object in the origin: theirs keeps the name, what was written here is kept beside it");
-        let moved = self.change(|w| {
-            let current = w.get(key).is_some_and(|now| now.seq == e.seq);
-            if !current {
-                return Vec::new();
+        let compute = |w: &Wishes| {
+            if w.get(key).is_none_or(|now| now.seq != e.seq) {
+                // Written to again, and judged again.
+                return Err(FsError::Interrupted);
             }
             let wish = Some(e.wish.clone());
-            vec![
+            Ok(vec![
                 Change { key: aside.clone(), wish, base: Condition::Absent },
                 Change { key: key.clone(), wish: None, base: Condition::Any },
-            ]
-        });
-        match moved {
-            Ok(_) => self.live.replaced(key, theirs),
+            ])
+        };
+        match self.change(compute, || self.live.replaced(key, theirs)) {
+            Ok(_) | Err(FsError::Interrupted) => {}
             Err(e) => tracing::error!(error = %e, "the journal can't be written"),
         }
     }

@@ -16,10 +16,11 @@
 //!      └─────────────────────────────────────────────────┴───────────┘
 //! ```
 //!
-//! Wishes for different keys are independent but for three rules, which
+//! Wishes for different keys are independent but for four rules, which
 //! [`Wishes::is_blocked`] knows: nothing changes a key from which another is to be
-//! copied; a directory's marker goes after all that is below it; one request at
-//! a time for a key.
+//! copied; a directory's marker goes after all that is below it; a file comes when
+//! the directory that had its name has gone, and the other way round; one request
+//! at a time for a key.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Bound;
@@ -109,8 +110,12 @@ pub enum Child {
     Staged(StageId),
     /// A file with an object's bytes.
     Copied(ObjectMeta),
+    /// No file, whatever the origin has; a directory of the name, if it has one.
+    NoFile,
+    /// No directory, whatever the origin has; a file of the name, if it has one.
+    NoDirectory,
     /// Nothing, whatever the origin has.
-    Absent,
+    Nothing,
 }
 
 /// All wishes of a mount.
@@ -152,7 +157,7 @@ fn child_of(wish: &Wish) -> Child {
         Wish::File { stage, .. } => Child::Staged(*stage),
         Wish::Copy { from, .. } => Child::Copied(from.clone()),
         Wish::Directory => Child::Directory,
-        Wish::Absent => Child::Absent,
+        Wish::Absent => Child::NoFile,
     }
 }
 
@@ -259,6 +264,9 @@ impl Wishes {
             return true;
         }
         let Some(e) = self.entries.get(key) else { return true };
+        if e.wish != Wish::Absent && self.is_in_the_way_of(key) {
+            return true;
+        }
         match &e.wish {
             Wish::Absent if key.as_bytes().ends_with(b"/") => {
                 self.below(key.as_bytes()).any(|(k, _)| k != key) || self.is_busy_below(key)
@@ -266,6 +274,24 @@ impl Wishes {
             Wish::Copy { from, .. } => from.key != *key && self.in_flight.contains(&from.key),
             _ => false,
         }
+    }
+
+    /// Whether something of a directory that is to go is where a file is to be, or a
+    /// file where a directory is to be: to go first, since listings show both as one.
+    #[must_use]
+    pub fn is_in_the_way_of(&self, key: &Key) -> bool {
+        let k = key.as_bytes();
+        if !k.ends_with(b"/") {
+            let below = Key::from([k, b"/"].concat());
+            if self.below(below.as_bytes()).next().is_some() || self.is_busy_below(&below) {
+                return true;
+            }
+        }
+        k.iter().enumerate().filter(|(_, b)| **b == b'/').any(|(i, _)| {
+            let above = Key::from(&k[..i]);
+            let goes = self.entries.get(&above).is_some_and(|e| e.wish == Wish::Absent);
+            goes || self.in_flight.contains(&above)
+        })
     }
 
     /// Nothing below a prefix goes out until [`Self::release`].
@@ -431,8 +457,9 @@ impl Wishes {
             absent |= k.as_bytes() == below;
         }
         match self.entries.get(&file) {
+            Some(e) if e.wish == Wish::Absent && absent => Some(Child::Nothing),
             Some(e) => Some(child_of(&e.wish)),
-            None => absent.then_some(Child::Absent),
+            None => absent.then_some(Child::NoDirectory),
         }
     }
 

@@ -33,17 +33,12 @@ class Mount:
             time.sleep(0.05)
 
 
-@pytest.fixture
-def mount(tmp_path):
-    """400 files of 4 KiB in two classes, mounted read-only."""
-    source, mnt = tmp_path / "source", tmp_path / "mnt"
-    for c in ("cats", "dogs"):
-        (source / "train" / c).mkdir(parents=True)
-        for i in range(200):
-            (source / "train" / c / f"{i:04}.jpg").write_bytes(bytes([i]) * 4096)
+def serve(tmp_path, source, *options):
+    """A mount of a directory for the length of a test."""
+    mnt = tmp_path / "mnt"
     mnt.mkdir()
     p = subprocess.Popen(
-        [program(), "mount", str(source), str(mnt), "--foreground", "--read-only",
+        [program(), "mount", str(source), str(mnt), "--foreground", *options,
          "--cache-dir", str(tmp_path / "cache"), "--min-free", "0"],
         stderr=(tmp_path / "log").open("w"),
     )
@@ -58,5 +53,26 @@ def mount(tmp_path):
         time.sleep(0.02)
     yield Mount(mnt)
     subprocess.run(["umount", "-l", str(mnt)], check=False)
-    p.wait(20)
+    p.wait(30)
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """400 files of 4 KiB in two classes, mounted read-only."""
+    source = tmp_path / "source"
+    for c in ("cats", "dogs"):
+        (source / "train" / c).mkdir(parents=True)
+        for i in range(200):
+            (source / "train" / c / f"{i:04}.jpg").write_bytes(bytes([i]) * 4096)
+    yield from serve(tmp_path, source, "--read-only")
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """An empty directory, mounted to be written to, that uploads late."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for m in serve(tmp_path, source, "--upload-delay", "1h"):
+        m.source = source
+        yield m

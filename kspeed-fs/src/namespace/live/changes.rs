@@ -52,9 +52,10 @@ impl Live {
     }
 
     /// What the wishes make of a name: an entry, or none at all.
-    fn wished(&self, prefix: &[u8], name: &[u8]) -> Option<Option<Listed>> {
-        let child = self.wishes.get()?.lock().child(prefix, name)?;
-        Some(listed_child(prefix, name, child))
+    fn wished(&self, prefix: &[u8], name: &[u8]) -> Wished {
+        let Some(wishes) = self.wishes.get() else { return Wished::Open };
+        let child = wishes.lock().child(prefix, name);
+        child.map_or(Wished::Open, |c| Wished::of(prefix, name, c))
     }
 
     /// Whether the origin knows nothing of a directory that was made here.
@@ -65,15 +66,36 @@ impl Live {
     pub(super) fn known(&self, d: &Directory, name: &[u8]) -> Option<(Option<Listed>, Duration)> {
         let prefix = d.prefix();
         match self.wished(&prefix, name) {
-            Some(Some(l)) => Some((Some(l), self.config.ttl)),
-            Some(None) => Some((None, Duration::ZERO)),
-            None if self.is_new(&prefix) => Some((None, Duration::ZERO)),
-            None => d.known(name, &self.config),
+            Wished::Entry(l) => Some((Some(l), self.config.ttl)),
+            Wished::Nothing => Some((None, Duration::ZERO)),
+            _ if self.is_new(&prefix) => Some((None, Duration::ZERO)),
+            Wished::Unless(kind) => {
+                let (l, ttl) = d.known(name, &self.config)?;
+                Some((l.filter(|l| (l.kind == Kind::Directory) != (kind == Kind::Directory)), ttl))
+            }
+            Wished::Open => d.known(name, &self.config),
         }
     }
 
     pub(super) fn newest(&self, d: &Directory, name: &[u8]) -> Option<Listed> {
-        self.wished(&d.prefix(), name).unwrap_or_else(|| d.newest(name))
+        match self.wished(&d.prefix(), name) {
+            Wished::Entry(l) => Some(l),
+            Wished::Nothing => None,
+            Wished::Unless(kind) => {
+                d.newest(name).filter(|l| (l.kind == Kind::Directory) != (kind == Kind::Directory))
+            }
+            Wished::Open => d.newest(name),
+        }
+    }
+
+    /// An entry of a listing as it is now, if this mount had to do with its name
+    /// since: a reader of the directory may hold an old one. None: it is gone.
+    pub(super) fn current(&self, d: &Directory, l: &Listed) -> Option<Listed> {
+        let stand_in = l.meta.as_ref().is_some_and(|m| stage_of(m).is_some());
+        let ours = stand_in
+            || d.state.lock().local.contains_key(&l.name)
+            || !matches!(self.wished(&d.prefix(), &l.name), Wished::Open);
+        if ours { self.newest(d, &l.name) } else { Some(l.clone()) }
     }
 
     /// The listing with this mount's own changes laid over; none if it is older
@@ -98,10 +120,21 @@ impl Live {
             };
         }
         for (name, child) in &wished {
-            match listed_child(&prefix, name, child.clone()) {
-                Some(l) => all.insert(name, l),
-                None => all.remove(&**name),
-            };
+            match Wished::of(&prefix, name, child.clone()) {
+                Wished::Entry(l) => {
+                    all.insert(name, l);
+                }
+                Wished::Nothing => {
+                    all.remove(&**name);
+                }
+                Wished::Unless(kind) => {
+                    let is_dir = kind == Kind::Directory;
+                    if all.get(&**name).is_some_and(|l| (l.kind == Kind::Directory) == is_dir) {
+                        all.remove(&**name);
+                    }
+                }
+                Wished::Open => {}
+            }
         }
         Some(Arc::new(Listing {
             entries: all.into_values().collect(),
@@ -182,13 +215,15 @@ impl Live {
         }
     }
 
-    /// The entry of a name for which there is a wish, counted as one lookup.
+    /// The entry of a name that is made now, counted as one lookup.
     ///
     /// # Errors
-    /// There is no such wish, or the directory is gone.
-    pub fn adopt_wished(&self, parent: Ino, name: &[u8]) -> Result<Entry, FsError> {
+    /// The directory is gone.
+    pub fn adopt_made(&self, parent: Ino, name: &[u8], made: Child) -> Result<Entry, FsError> {
         let d = self.directory(parent)?;
-        let l = self.newest(&d, name).ok_or(FsError::NotFound)?;
+        let Wished::Entry(l) = Wished::of(&d.prefix(), name, made) else {
+            return Err(FsError::NotFound);
+        };
         d.state.lock().changed_ns = now_ns();
         Ok(Entry { attr: self.adopt(&d, &l, 1), ttl: self.config.ttl })
     }
@@ -288,16 +323,30 @@ impl Live {
         }
     }
 
-    /// A name was removed through this mount. `settled`: from the origin too.
-    pub fn remove(&self, parent: Ino, name: &[u8], settled: bool) {
+    /// A name was removed through this mount.
+    pub fn remove(&self, parent: Ino, name: &[u8]) {
         if let Ok(d) = self.directory(parent) {
             let mut s = d.state.lock();
             s.changed_ns = now_ns();
-            if settled {
-                s.local.insert(name.into(), Local::Absent(Instant::now()));
-            }
+            // Also before the origin has removed it: a listing of before may have
+            // something else of this name that was here once.
+            s.local.insert(name.into(), Local::Absent(Instant::now()));
         }
         self.table.write().by_name.remove(&(parent, name.into()));
+    }
+
+    /// What is at a name, as it is listed under another; none if its bytes are in a
+    /// stage, which the wishes tell.
+    fn listed_as(&self, from: (Ino, &[u8]), name: &[u8]) -> Option<Listed> {
+        let t = self.table.read();
+        let n = t.nodes.get(t.by_name.get(&(from.0, from.1.into()))?)?;
+        let meta = match &n.content {
+            Content::Directory(_) => None,
+            Content::File(m) if stage_of(m).is_some() => return None,
+            Content::File(m) => Some(m.clone()),
+        };
+        let kind = meta.as_ref().map_or(Kind::Directory, |m| Kind::of(m.kind));
+        Some(Listed { name: name.into(), kind, meta })
     }
 
     /// A name was moved through this mount, and replaced what was there. What is
@@ -315,16 +364,18 @@ impl Live {
         let old_prefix = [&old_parent.prefix(), from.1, b"/"].concat();
         let new_prefix = [&new_parent.prefix(), to.1, b"/"].concat();
         let now = Instant::now();
-        for (d, name, present) in [(&old_parent, from.1, None), (&new_parent, to.1, settled)] {
-            let mut s = d.state.lock();
+        let there = settled.cloned().or_else(|| self.listed_as(from, to.1));
+        {
+            let mut s = old_parent.state.lock();
             s.changed_ns = now_ns();
-            let local = match present {
-                Some(l) => Some(Local::Present(l.clone(), now)),
-                None => settled.is_some().then_some(Local::Absent(now)),
-            };
-            match local {
-                Some(l) => s.local.insert(name.into(), l),
-                None => s.local.remove(name),
+            s.local.insert(from.1.into(), Local::Absent(now));
+        }
+        {
+            let mut s = new_parent.state.lock();
+            s.changed_ns = now_ns();
+            match there {
+                Some(l) => s.local.insert(to.1.into(), Local::Present(l, now)),
+                None => s.local.remove(to.1),
             };
         }
         let mut moved = Vec::new();
@@ -420,13 +471,29 @@ impl Node {
     }
 }
 
-fn listed_child(prefix: &[u8], name: &[u8], child: Child) -> Option<Listed> {
-    let key = || Key::from([prefix, name].concat());
-    let (kind, meta) = match child {
-        Child::Absent => return None,
-        Child::Directory => (Kind::Directory, None),
-        Child::Staged(id) => (Kind::File, Some(local_meta(key(), id))),
-        Child::Copied(m) => (Kind::of(m.kind), Some(m)),
-    };
-    Some(Listed { name: name.into(), kind, meta })
+/// What the wishes say of a name.
+enum Wished {
+    /// This entry.
+    Entry(Listed),
+    /// That there is nothing.
+    Nothing,
+    /// That nothing of this kind is there; what the origin has of another may be.
+    Unless(Kind),
+    /// Nothing.
+    Open,
+}
+
+impl Wished {
+    fn of(prefix: &[u8], name: &[u8], child: Child) -> Self {
+        let key = || Key::from([prefix, name].concat());
+        let (kind, meta) = match child {
+            Child::Nothing => return Self::Nothing,
+            Child::NoFile => return Self::Unless(Kind::File),
+            Child::NoDirectory => return Self::Unless(Kind::Directory),
+            Child::Directory => (Kind::Directory, None),
+            Child::Staged(id) => (Kind::File, Some(local_meta(key(), id))),
+            Child::Copied(m) => (Kind::of(m.kind), Some(m)),
+        };
+        Self::Entry(Listed { name: name.into(), kind, meta })
+    }
 }
