@@ -43,6 +43,8 @@ const MAX_OBJECT_BYTES: u64 = 5 << 40;
 /// CopyObject's limit.
 const MAX_COPY_BYTES: u64 = 5 << 30;
 const PARTS_IN_FLIGHT: usize = 8;
+/// Pieces in which a file is read for its upload: each is a hand-over to a thread.
+const READ_BYTES: usize = 1 << 20;
 /// User metadata that holds [`PutOptions::token`].
 const TOKEN_NAME: &str = "kspeed-put";
 /// S3's limit of a key.
@@ -413,6 +415,7 @@ async fn slice(body: &PutBody, start: u64, len: u64) -> Result<ByteStream, Origi
         PutBody::Bytes(b) => Ok(ByteStream::from(b.slice(start as usize..(start + len) as usize))),
         PutBody::File { path, .. } => ByteStream::read_from()
             .path(path)
+            .buffer_size(READ_BYTES)
             .offset(start)
             .length(Length::Exact(len))
             .build()

@@ -307,6 +307,10 @@ impl Filesystem for Adapter {
             // Names are primed on read-only mounts always, else as the kernel
             // sees fit.
             want.push(InitFlags::FUSE_READDIRPLUS_AUTO);
+            // Else the kernel asks for the file's capabilities before each write,
+            // also by passthrough: a round trip for each. The bits that are to be
+            // cleared then mean nothing here, as the mount is nosuid.
+            want.push(InitFlags::FUSE_HANDLE_KILLPRIV_V2);
         }
         for flag in want {
             let _ = config.add_capabilities(flag);
