@@ -19,6 +19,9 @@
 
 mod crash;
 pub mod journal;
+mod progress;
+mod queue;
+mod recovery;
 pub mod stage;
 mod uploader;
 pub use crash::POINTS as CRASH_POINTS;
@@ -26,12 +29,12 @@ pub mod wishes;
 
 use std::collections::HashMap;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use kspeed_cache::origin::{Condition, Origin, OriginError, PartialUpload};
+use kspeed_cache::origin::{Condition, Origin, PartialUpload};
 use kspeed_cache::{Cache, Key, ObjectMeta};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -39,13 +42,13 @@ use tokio_util::task::TaskTracker;
 
 use crate::errno::FsError;
 use crate::namespace::Live;
-use journal::{FileLog, Journal, JournalError, Record, Writer, replay};
+use journal::{Journal, JournalError, Record};
+use progress::Retry;
+pub use progress::{Failure, Pending};
+use queue::Queue;
+pub use recovery::{Found, boot_id, dir_of, find_all, stage_files, take_over};
 pub use stage::{Stage, Stages};
-use uploader::Queue;
 pub use wishes::{Change, Child, StageId, Wish, Wishes};
-
-const JOURNAL: &str = "journal";
-const OWNER: &str = "owner";
 
 /// When close and fsync return.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,43 +95,6 @@ pub enum WritebackError {
         /// Their origin.
         other: String,
     },
-}
-
-/// Why a wish is not settled yet.
-#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
-pub struct Failure {
-    /// The path.
-    pub path: String,
-    /// The last error.
-    pub reason: String,
-    /// How often it was tried.
-    pub tries: u32,
-    /// Trying again helps only after somebody has changed something.
-    pub permanent: bool,
-}
-
-struct Retry {
-    failure: Failure,
-    at: Instant,
-}
-
-/// What waits, as `kspeed status` shows it.
-#[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
-pub struct Pending {
-    /// Files and directories that are not as wished in the origin.
-    pub changes: u64,
-    /// Bytes in stage files.
-    pub staged_bytes: u64,
-    /// How long the oldest change has waited, in seconds.
-    pub oldest_s: f64,
-    /// Upload rate since the first change that waits, in bytes per second.
-    pub rate: u64,
-    /// Estimated time until all is uploaded, in seconds.
-    pub left_s: Option<f64>,
-    /// Uploads in flight.
-    pub in_flight: u64,
-    /// What failed and is tried again, at most 20 of them.
-    pub failed: Vec<Failure>,
 }
 
 /// Counters.
@@ -179,184 +145,7 @@ pub struct Writeback {
     run: u64,
 }
 
-/// The directory of an origin's stages below a cache disk's.
-#[must_use]
-pub fn dir_of(stage_dir: &Path, origin: &str) -> PathBuf {
-    stage_dir.join(format!("{:032x}", xxhash_rust::xxh3::xxh3_128(origin.as_bytes())))
-}
-
-/// What a stage directory holds.
-#[derive(Debug)]
-pub struct Found {
-    /// The directory.
-    pub dir: PathBuf,
-    /// Whose stages they are.
-    pub origin: String,
-    /// Its journal.
-    pub journal: Result<journal::Replayed, JournalError>,
-}
-
-/// Reads the machine's boot id; empty where it has none.
-#[must_use]
-pub fn boot_id() -> String {
-    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
-    text.map(|t| t.trim().to_owned()).unwrap_or_default()
-}
-
-fn read_journal(dir: &Path, boot: &str) -> Result<journal::Replayed, JournalError> {
-    let path = dir.join(JOURNAL);
-    let bytes = match std::fs::read(&path) {
-        Ok(b) => b,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),
-        Err(source) => return Err(JournalError::Io { path, source }),
-    };
-    replay(&bytes, boot).map_err(|(line, detail)| JournalError::Damaged { path, line, detail })
-}
-
-/// All stage directories below a cache disk's, whoever they are of.
-///
-/// # Errors
-/// The disk fails.
-pub fn find_all(stage_dir: &Path) -> io::Result<Vec<Found>> {
-    let mut found = Vec::new();
-    let boot = boot_id();
-    for e in std::fs::read_dir(stage_dir)? {
-        let dir = e?.path();
-        if !dir.is_dir() {
-            continue;
-        }
-        let origin = std::fs::read_to_string(dir.join(OWNER)).unwrap_or_default();
-        let journal = read_journal(&dir, &boot);
-        found.push(Found { dir, origin: origin.trim().to_owned(), journal });
-    }
-    Ok(found)
-}
-
-/// Stage files of a directory, by number.
-///
-/// # Errors
-/// The disk fails.
-pub fn stage_files(dir: &Path) -> io::Result<Vec<StageId>> {
-    let mut ids = Vec::new();
-    for e in std::fs::read_dir(dir)? {
-        if let Some(id) = e?.file_name().to_str().and_then(stage::id_of) {
-            ids.push(id);
-        }
-    }
-    Ok(ids)
-}
-
-/// Moves what another origin's mount has not uploaded into this origin's
-/// directory, under the same paths.
-///
-/// # Errors
-/// The disk fails, or this origin has wishes of its own.
-pub fn take_over(from: &Path, to: &Path) -> io::Result<()> {
-    std::fs::create_dir_all(to)?;
-    let own = std::fs::metadata(to.join(JOURNAL)).map_or(0, |m| m.len());
-    if own > 0 && !read_journal(to, "").is_ok_and(|r| r.wishes.is_empty()) {
-        return Err(io::Error::other(
-            "this source has files of its own that are not uploaded: mount without --recover first",
-        ));
-    }
-    // The journal last: until it is there, the files belong to the other one.
-    for id in stage_files(from)? {
-        std::fs::rename(stage::path_of(from, id), stage::path_of(to, id))?;
-    }
-    journal::sync_dir(to)?;
-    std::fs::rename(from.join(JOURNAL), to.join(JOURNAL))?;
-    journal::sync_dir(to)?;
-    let _ = std::fs::remove_dir_all(from);
-    Ok(())
-}
-
 impl Writeback {
-    /// Opens the stage directory of an origin and takes up what is in it.
-    ///
-    /// # Errors
-    /// The journal is damaged, or the disk fails.
-    pub fn open(
-        config: WritebackConfig,
-        origin: Arc<dyn Origin>,
-        cache: Cache,
-        live: Arc<Live>,
-    ) -> Result<Arc<Self>, WritebackError> {
-        let dir = config.dir.clone();
-        let io = |source| JournalError::Io { path: dir.clone(), source };
-        std::fs::create_dir_all(&dir).map_err(io)?;
-        let boot = boot_id();
-        let mut replayed = read_journal(&dir, &boot)?;
-        if replayed.torn_bytes > 0 {
-            tracing::warn!(
-                bytes = replayed.torn_bytes,
-                "the journal's end was never synced and is torn; it was not acknowledged"
-            );
-        }
-        for (key, stage) in std::mem::take(&mut replayed.lost) {
-            tracing::error!(%key, stage, "written but not synced when the machine went down: dropped (--sync-on-close false)");
-            replayed.wishes.apply(&[Change { key, wish: None, base: Condition::Any }], true);
-        }
-        let mut recovered = HashMap::new();
-        let mut gone = Vec::new();
-        for (key, e) in replayed.wishes.iter() {
-            if let Wish::File { stage, attributes, .. } = &e.wish {
-                if stage::path_of(&dir, *stage).exists() {
-                    recovered.insert(*stage, *attributes);
-                } else {
-                    gone.push(Change { key: key.clone(), wish: None, base: Condition::Any });
-                }
-            }
-        }
-        for c in &gone {
-            tracing::info!(key = %c.key, "its stage file is gone: it was uploaded or removed");
-        }
-        replayed.wishes.apply(&gone, true);
-        for id in stage_files(&dir).map_err(io)? {
-            if !recovered.contains_key(&id) {
-                // Never acknowledged, or settled.
-                let _ = std::fs::remove_file(stage::path_of(&dir, id));
-            }
-        }
-        let id = match &*replayed.writer.id {
-            "" => format!("{:016x}", rand::random::<u64>()),
-            id => id.to_owned(),
-        };
-        let writer = Writer { origin: origin.name().to_owned(), id, boot };
-        std::fs::write(dir.join(OWNER), origin.name()).map_err(io)?;
-        let log = FileLog::open(&dir.join(JOURNAL)).map_err(io)?;
-        let journal = Journal::begin(Box::new(log), writer, &replayed).map_err(io)?;
-        let journal::Replayed { wishes, uploads, .. } = replayed;
-        if !wishes.is_empty() {
-            tracing::info!(changes = wishes.len(), "what was not uploaded is taken up");
-        }
-        let now = Instant::now();
-        let since = wishes.iter().map(|(k, _)| (k.clone(), now)).collect();
-        let queue = Queue::default();
-        for (k, _) in wishes.iter() {
-            queue.push(k.clone());
-        }
-        let wishes = Arc::new(Mutex::new(wishes));
-        live.overlay(wishes.clone());
-        Ok(Arc::new(Self {
-            stages: Stages::new(dir, recovered),
-            config,
-            origin,
-            cache,
-            live,
-            wishes,
-            uploads: Mutex::new(uploads),
-            journal,
-            queue,
-            retries: Mutex::default(),
-            since: Mutex::new(since),
-            settled: Notify::new(),
-            staged: Mutex::new((now, 0)),
-            stats: WritebackStats::default(),
-            tasks: TaskTracker::new(),
-            run: rand::random(),
-        }))
-    }
-
     /// The stages.
     #[must_use]
     pub fn stages(&self) -> &Stages {
@@ -586,149 +375,9 @@ impl Writeback {
         Ok(())
     }
 
-    /// The key of a stage whose promise is not kept yet. It is tried at once.
-    #[must_use]
-    pub fn unkept(&self, s: &Stage) -> Option<Key> {
-        let key = {
-            let wishes = self.wishes.lock();
-            let key = wishes.key_of(s.id())?;
-            wishes.get(key).filter(|e| e.acked)?;
-            key.clone()
-        };
-        self.retries.lock().remove(&key);
-        Some(key)
-    }
-
-    /// Waits until nothing is wished for a key any more.
-    ///
-    /// # Errors
-    /// A try of it failed. It is tried again all the same.
-    pub async fn settle(&self, key: &Key) -> Result<(), FsError> {
-        loop {
-            self.queue.urge(key.clone());
-            let woken = self.settled.notified();
-            tokio::pin!(woken);
-            woken.as_mut().enable();
-            if !self.wishes.lock().get(key).is_some_and(|e| e.acked) {
-                return Ok(());
-            }
-            if let Some(r) = self.retries.lock().get(key) {
-                return Err(FsError::NotStored(r.failure.reason.clone()));
-            }
-            // Another upload of the key that ends now may take the urgency away.
-            let _ = tokio::time::timeout(Duration::from_millis(100), woken).await;
-        }
-    }
-
-    /// Waits until all that is promised below a path is in the origin; `progress`
-    /// is told what waits, now and then.
-    ///
-    /// # Errors
-    /// Something failed for good, or (with `patience`) did not get on for so long.
-    pub async fn drain(
-        &self,
-        below: &[u8],
-        patience: Option<Duration>,
-        progress: &(dyn Fn(u64, u64) + Send + Sync),
-    ) -> Result<(), FsError> {
-        let mut last = (u64::MAX, Instant::now());
-        self.queue.set_draining(true);
-        self.retries.lock().clear();
-        let result = loop {
-            let keys: Vec<Key> = {
-                let wishes = self.wishes.lock();
-                let dir = [below, b"/"].concat();
-                let all = wishes.iter().filter(|(k, e)| {
-                    e.acked
-                        && (below.is_empty()
-                            || k.as_bytes() == below
-                            || k.as_bytes().starts_with(&dir))
-                });
-                all.map(|(k, _)| k.clone()).collect()
-            };
-            if keys.is_empty() {
-                break Ok(());
-            }
-            for k in &keys {
-                self.queue.urge(k.clone());
-            }
-            let left = keys.len() as u64;
-            if left != last.0 {
-                last = (left, Instant::now());
-                progress(left, self.stages.bytes());
-            }
-            let failed = {
-                let retries = self.retries.lock();
-                let all = keys.iter().all(|k| retries.get(k).is_some_and(|r| r.failure.permanent));
-                all.then(|| keys.first().and_then(|k| retries.get(k)).map(|r| r.failure.clone()))
-            };
-            if let Some(Some(f)) = failed {
-                break Err(FsError::NotStored(format!("{}: {}", f.path, f.reason)));
-            }
-            if patience.is_some_and(|p| last.1.elapsed() > p) {
-                let why = self.pending().failed.first().map(|f| f.reason.clone());
-                let why = why.unwrap_or_else(|| "files are still open for writing".into());
-                break Err(FsError::NotStored(format!("{left} changes are left: {why}")));
-            }
-            let _ = tokio::time::timeout(Duration::from_millis(200), self.settled.notified()).await;
-        };
-        self.queue.set_draining(false);
-        result
-    }
-
-    /// What waits.
-    #[must_use]
-    pub fn pending(&self) -> Pending {
-        let changes = self.wishes.lock().iter().filter(|(_, e)| e.acked).count() as u64;
-        let oldest = self.since.lock().values().map(Instant::elapsed).max().unwrap_or_default();
-        let staged_bytes = if self.stages.count() == 0 { 0 } else { self.stages.bytes() };
-        let rate = self.queue.rate(self.stats.uploaded_bytes.load(Ordering::Relaxed));
-        let failed = self.retries.lock().values().take(20).map(|r| r.failure.clone()).collect();
-        Pending {
-            changes,
-            staged_bytes,
-            oldest_s: if changes == 0 { 0.0 } else { oldest.as_secs_f64() },
-            rate,
-            left_s: (rate > 0 && changes > 0).then(|| staged_bytes as f64 / rate as f64),
-            in_flight: self.queue.in_flight(),
-            failed,
-        }
-    }
-
-    /// The state of a file as `user.kspeed.state` tells it.
-    #[must_use]
-    pub fn state_of(&self, s: &Stage) -> &'static str {
-        let key = self.wishes.lock().key_of(s.id()).cloned();
-        match key {
-            None => "clean",
-            Some(k) if self.retries.lock().contains_key(&k) => "failed",
-            Some(k) if self.queue.is_in_flight(&k) => "uploading",
-            Some(_) => "staged",
-        }
-    }
-
     /// The origin's object that a name has, for [`Condition`]s.
     #[must_use]
     pub fn base_of(meta: Option<&ObjectMeta>) -> Condition {
         meta.map_or(Condition::Absent, |m| Condition::Version(m.version.clone()))
-    }
-
-    fn failed(&self, key: &Key, e: &OriginError) {
-        self.stats.failures.fetch_add(1, Ordering::Relaxed);
-        let mut retries = self.retries.lock();
-        let tries = retries.get(key).map_or(0, |r| r.failure.tries) + 1;
-        let pause = Duration::from_secs(1 << tries.min(8)).min(Duration::from_secs(300));
-        tracing::warn!(error = %e, %key, tries, again_s = pause.as_secs(), "not stored in the origin yet");
-        let failure = Failure {
-            path: key.to_string(),
-            reason: e.to_string(),
-            tries,
-            permanent: !e.is_transient(),
-        };
-        let at = Instant::now() + pause;
-        retries.insert(key.clone(), Retry { failure, at });
-        drop(retries);
-        self.queue.push_at(key.clone(), at);
-        self.settled.notify_waiters();
     }
 }
