@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use crate::Result;
 use crate::measure::{read_files, shuffled};
-use crate::world::{BUCKET, Mount, Noise, Server, Setup, Shape, noise_file};
+use crate::world::{BUCKET, Mount, Noise, Server, Setup, Shape, kspeed_do, noise_file};
 
 /// Files of the demo's data set at the most.
 const MAX_FILES: usize = 4000;
@@ -137,9 +137,12 @@ fn checkpoint(setup: &Setup, server: &Server, dir: &Path, cache: &Path) -> Resul
     let began = Instant::now();
     noise_file(&native, size / (1 << 20) * (1 << 20), 5)?;
     let theirs = size as f64 / began.elapsed().as_secs_f64() / 1e6;
+    let began = Instant::now();
+    kspeed_do(server, &["sync"], &m.path.join("step100.pt"))?;
+    let waited = began.elapsed().as_secs_f64();
     let stored = fs::metadata(dir.join("s3").join(BUCKET).join("step100.pt"))?.len();
     println!(
-        "\ncheckpoint of {} MiB, fsync and rename: {ours:.0} MB/s, then in the bucket ({stored} bytes); local disk {theirs:.0} MB/s",
+        "\ncheckpoint of {} MiB, fsync and rename: {ours:.0} MB/s; local disk {theirs:.0} MB/s; in the bucket ({stored} bytes) after another {waited:.1} s",
         size >> 20
     );
     Ok(())
